@@ -1,0 +1,325 @@
+"""The configuration file: contracts, groups, API keys, and which policy protects them.
+
+One YAML file drives replay and serving alike. Every mistake is reported as
+``FILE: key.path: found ..., expected ...``; the value of an API key is never shown.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from prefixshield.core.ledger import Contract
+from prefixshield.errors import ConfigError
+from prefixshield.policies import POLICIES, PRESETS
+
+Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ContractSection(_Section):
+    """A creation entitlement (policy section 2)."""
+
+    refill_rate: float = Field(gt=0, description="blocks per second")
+    burst: float = Field(ge=0, description="blocks")
+
+
+class Secret(_Section):
+    """A secret string: given as ``value``, or as ``env``, the environment variable that holds it."""
+
+    value: Annotated[str, StringConstraints(min_length=1)] | None = Field(default=None, repr=False)
+    env: Annotated[str, StringConstraints(min_length=1)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_string_is_a_value(cls, data: Any) -> Any:
+        return {"value": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _exactly_one_source(self) -> Secret:
+        if (self.value is None) == (self.env is None):
+            raise ValueError("expected exactly one of: value, env")
+        return self
+
+    def resolve(self) -> str:
+        """The secret itself. Raises KeyError when its environment variable is unset or empty."""
+        if self.value is not None:
+            return self.value
+        assert self.env is not None
+        secret = os.environ[self.env]
+        if not secret:
+            raise KeyError(self.env)
+        return secret
+
+
+class ApiKey(Secret):
+    """An API key of a group; ``contract`` overrides the group's own for this key."""
+
+    contract: Name | None = None
+
+
+class GroupSection(_Section):
+    """An accounting group: the principal that pays for the blocks its requests materialise."""
+
+    contract: Name
+    keys: tuple[ApiKey, ...] = ()
+
+    @field_validator("keys", mode="before")
+    @classmethod
+    def _list_of_keys(cls, data: Any) -> Any:
+        return tuple(data) if isinstance(data, list) else data
+
+
+class Config(_Section):
+    """A validated configuration. Contracts and groups keep the order of the file."""
+
+    policy: str = "shield"
+    preset: str = "default"
+    contracts: dict[Name, ContractSection] = Field(min_length=1)
+    groups: dict[Name, GroupSection] = Field(min_length=1)
+    default_group: Name
+    allow_anonymous: bool = False
+    namespace_secret: Secret | None = None
+    max_body_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, name: str) -> str:
+        return _one_of(name, POLICIES)
+
+    @field_validator("preset")
+    @classmethod
+    def _known_preset(cls, name: str) -> str:
+        return _one_of(name, PRESETS)
+
+    def contract_table(self) -> dict[str, Contract]:
+        """The contracts as the ledger takes them, by name."""
+        return {
+            name: Contract(section.refill_rate, section.burst)
+            for name, section in self.contracts.items()
+        }
+
+    def default_contract(self, group: str) -> str:
+        """The contract of a group's requests that name none; unknown groups get the default's."""
+        return self.groups.get(group, self.groups[self.default_group]).contract
+
+
+#: The paper's contracts (section IV) with no groups declared: what replay uses without a file.
+PAPER_CONTRACTS: Mapping[str, ContractSection] = {
+    "critical": ContractSection(refill_rate=64.0, burst=256.0),
+    "standard": ContractSection(refill_rate=40.0, burst=192.0),
+    "best-effort": ContractSection(refill_rate=16.0, burst=128.0),
+}
+
+
+def paper_config() -> Config:
+    """The configuration that replay uses when no file is given: the paper's three contracts."""
+    return Config(
+        contracts=dict(PAPER_CONTRACTS),
+        groups={"default": GroupSection(contract="standard")},
+        default_group="default",
+    )
+
+
+def load_config(path: Path | str) -> Config:
+    """Read and validate a configuration file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or breaks a rule; every broken rule
+            is named, one a line.
+
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {_reason(error)}") from None
+    try:
+        data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - derives from SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
+    if not isinstance(data, dict):
+        found = "an empty file" if data is None else _kind(data)
+        raise ConfigError(f"{path}: found {found}, expected a mapping with the keys: {_keys(Config)}")
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        lines = [_describe(item) for item in error.errors()]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+    if problems := _dangling(config):
+        raise ConfigError("\n".join(f"{path}: {line}" for line in problems))
+    return config
+
+
+def resolve_keys(config: Config, path: Path | str) -> dict[str, tuple[str, str]]:
+    """Every API key with its (group, contract); reads the environment.
+
+    Raises:
+        ConfigError: an environment variable is unset or empty, or a key is given twice.
+
+    """
+    table: dict[str, tuple[str, str]] = {}
+    places: dict[str, str] = {}
+    for group, section in config.groups.items():
+        for number, key in enumerate(section.keys):
+            place = f"groups.{group}.keys.{number}"
+            secret = _resolve(key, path, place)
+            if secret in places:
+                raise ConfigError(
+                    f"{path}: {place}: found the same key as {places[secret]}, "
+                    "expected every API key once"
+                )
+            places[secret] = place
+            table[secret] = (group, key.contract or section.contract)
+    return table
+
+
+def namespace_secret(config: Config, path: Path | str) -> bytes:
+    """The secret under which namespaces are derived.
+
+    Without ``namespace_secret`` it follows from the set of all API keys: nobody who lacks one of
+    them can compute it, and it changes when a key is added or removed.
+    """
+    if config.namespace_secret is not None:
+        return _resolve(config.namespace_secret, path, "namespace_secret").encode()
+    digest = hashlib.sha256(b"prefixshield namespaces")
+    for key in sorted(resolve_keys(config, path)):
+        digest.update(hashlib.sha256(key.encode()).digest())
+    return digest.digest()
+
+
+def _resolve(secret: Secret, path: Path | str, place: str) -> str:
+    try:
+        return secret.resolve()
+    except KeyError:
+        raise ConfigError(
+            f"{path}: {place}.env: found {secret.env!r}, which is not set, "
+            "expected the name of an environment variable that holds the secret"
+        ) from None
+
+
+def _dangling(config: Config) -> list[str]:
+    """References to contracts and groups that are not defined."""
+    problems = []
+
+    def check(place: str, name: str, known: Mapping[str, Any], section: str) -> None:
+        if name not in known:
+            problems.append(f"{place}: found {name!r}, expected one of {section}: {', '.join(known)}")
+
+    check("default_group", config.default_group, config.groups, "groups")
+    for group, section in config.groups.items():
+        check(f"groups.{group}.contract", section.contract, config.contracts, "contracts")
+        for number, key in enumerate(section.keys):
+            if key.contract is not None:
+                place = f"groups.{group}.keys.{number}.contract"
+                check(place, key.contract, config.contracts, "contracts")
+    return problems
+
+
+def _one_of(name: str, known: Mapping[str, Any]) -> str:
+    if name not in known:
+        raise ValueError(f"expected one of: {', '.join(known)}")
+    return name
+
+
+_SECTIONS: Mapping[str, type[BaseModel]] = {
+    "contracts": ContractSection,
+    "groups": GroupSection,
+    "keys": ApiKey,
+    "namespace_secret": Secret,
+}
+
+_EXPECTED: Mapping[str, str] = {
+    "contracts": "a mapping of names to {refill_rate, burst}, at least one",
+    "groups": "a mapping of names to {contract, keys}, at least one",
+    "keys": "a list of API keys (strings, or mappings with value or env, and contract)",
+    "refill_rate": "a number greater than 0 (blocks per second)",
+    "burst": "a number of at least 0 (blocks)",
+    "contract": "the name of a contract",
+    "default_group": "the name of a group",
+    "allow_anonymous": "true or false",
+    "max_body_bytes": "a whole number greater than 0 (bytes)",
+    "policy": f"one of: {', '.join(POLICIES)}",
+    "preset": f"one of: {', '.join(PRESETS)}",
+    "value": "a non-empty string",
+    "env": "the name of an environment variable",
+    "namespace_secret": "a string, or a mapping with one of value, env",
+}
+
+
+def _describe(item: Any) -> str:
+    """One pydantic error as ``key.path: found X, expected Y``."""
+    location = [str(part) for part in item["loc"]]
+    if location and location[-1] == "[key]":  # an invalid mapping key: show the key itself
+        name = location[-2]
+        return (
+            f"{'.'.join(location[:-1])}: found the name {name!r}, expected letters, digits, "
+            "'_', '.', '-', at most 64, beginning with a letter or a digit"
+        )
+    where = ".".join(location)
+    field = next((part for part in reversed(location) if not part.isdigit()), "")
+    if item["type"] == "missing":
+        return f"{where}: missing, expected {_EXPECTED[field]}"
+    if item["type"] == "extra_forbidden":
+        section = next((_SECTIONS[p] for p in reversed(location[:-1]) if p in _SECTIONS), Config)
+        return f"{where}: unknown key, expected one of: {_keys(section)}"
+    secret = "keys" in location or "namespace_secret" in location
+    if secret and field in {"keys", "value", "namespace_secret"}:
+        found = _kind(item["input"])
+    else:
+        found = repr(item["input"]) if not isinstance(item["input"], dict | list) else _kind(item["input"])
+    expected = _EXPECTED.get(field, "a mapping")
+    if location[-1:] == [field] or location[-1].isdigit():
+        in_mapping = len(location) == 2 and location[0] in ("contracts", "groups")
+        expected = _EXPECTED[location[0]] if in_mapping and field not in _EXPECTED else expected
+    return f"{where}: found {found}, expected {expected}"
+
+
+def _keys(section: type[BaseModel]) -> str:
+    return ", ".join(section.model_fields)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", str: "a string", type(None): "nothing"}
+    return names.get(type(value), f"a value of type {type(value).__name__}")
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Safe YAML in which a key given twice in one mapping is an error, not the last one wins."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
+    seen: set[Hashable] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        if not isinstance(key, Hashable) or key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is given twice", key_node.start_mark
+            )
+        seen.add(key)
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)

@@ -1,0 +1,1 @@
+"""The accounting core: ledger, admission history and retention classes. Pure standard library."""

@@ -1,0 +1,118 @@
+"""The ledger: one token bucket per (group, contract), denominated in blocks (policy section 2).
+
+A bucket is stored as one number, ``full_at``: the accounting time in seconds at which it will be
+full again (the "theoretical arrival time" of the generic cell rate algorithm, ITU-T I.371).
+Charging ``n`` blocks moves it ``n / refill_rate`` into the future, so refill needs no timer, a
+balance has no lower bound, and a bucket seen for the first time is full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+#: Debts up to this many blocks count as cleared, and debts closer than this count as equal:
+#: far above the rounding of double-precision clocks, far below one block (the paper's epsilon).
+EPSILON = 1e-6
+
+
+class Contract(NamedTuple):
+    """A creation entitlement: what a group may materialise without going into debt."""
+
+    refill_rate: float
+    """Sustained entitlement in blocks per second, greater than 0."""
+    burst: float
+    """Short-term credit in blocks, at least 0."""
+
+
+class Account:
+    """The bucket of one (group, contract)."""
+
+    __slots__ = ("burst", "contract", "full_at", "group", "refill_rate", "weight")
+
+    def __init__(self, group: str, contract: str, terms: Contract, weight: float) -> None:
+        self.group = group
+        self.contract = contract
+        self.refill_rate = terms.refill_rate
+        self.burst = terms.burst
+        self.weight = weight
+        self.full_at = -math.inf
+
+    def balance(self, t: float) -> float:
+        """Effective balance in blocks at accounting time ``t``; negative when in debt."""
+        if self.full_at <= t:
+            return self.burst
+        return self.burst - self.refill_rate * (self.full_at - t)
+
+    def in_debt(self, t: float) -> bool:
+        """Whether B̂(t) < -ε."""
+        return self.balance(t) < -EPSILON
+
+    def clears_at(self) -> float:
+        """Accounting time at which the balance is back at zero; in the past when not in debt."""
+        return self.full_at - self.burst / self.refill_rate
+
+
+class Ledger:
+    """All accounts. Times are seconds of one monotonic accounting clock owned by the caller.
+
+    The ledger's own time never runs backwards: a clock that steps back is held at the latest
+    time seen, so that it neither mints nor burns credit.
+    """
+
+    def __init__(self, contracts: Mapping[str, Contract]) -> None:
+        self._contracts = dict(contracts)
+        self._lowest_rate = min(terms.refill_rate for terms in contracts.values())
+        self._accounts: dict[tuple[str, str], Account] = {}
+        self._of_group: dict[str, list[Account]] = {}
+        self._now = -math.inf
+
+    def now(self, t: float) -> float:
+        """The accounting time for a caller's clock reading ``t``."""
+        if t > self._now:
+            self._now = t
+        return self._now
+
+    def account(self, group: str, contract: str) -> Account:
+        """The account of (group, contract), opened full at first sight.
+
+        Raises KeyError for a contract that is not configured.
+        """
+        account = self._accounts.get((group, contract))
+        if account is None:
+            terms = self._contracts[contract]
+            account = Account(group, contract, terms, terms.refill_rate / self._lowest_rate)
+            self._accounts[group, contract] = account
+            self._of_group.setdefault(group, []).append(account)
+        return account
+
+    def charge(self, account: Account, blocks: int, t: float) -> None:
+        """Charge newly materialised blocks: B(t) = B̂(t) - n."""
+        account.full_at = max(account.full_at, t) + blocks / account.refill_rate
+
+    def raw_debt(self, group: str, t: float) -> float:
+        """D_g(t) in blocks, summed over the group's contracts: gates promotion."""
+        return sum(max(0.0, -account.balance(t)) for account in self._of_group.get(group, ()))
+
+    def normalised_debt(self, group: str, t: float) -> float:
+        """D̃_g(t) in blocks of the smallest contract: ranks reclamation."""
+        return sum(
+            max(0.0, -account.balance(t)) / account.weight
+            for account in self._of_group.get(group, ())
+        )
+
+    def clearance_rank(self, group: str, t: float) -> float:
+        """t + D̃_g(t) / ρ_min, in seconds: orders groups at ``t`` as their normalised debts do.
+
+        It does not change with ``t`` while the group owes under one contract, and falls while it
+        owes under several.
+        """
+        times = [time for a in self._of_group.get(group, ()) if (time := a.clears_at()) > t]
+        return sum(times) - (len(times) - 1) * t
+
+    def heaviest_debt_weight(self, group: str, t: float) -> float:
+        """W_g(t): the largest weight among the group's contracts in debt; 1 when none is."""
+        return max(
+            (a.weight for a in self._of_group.get(group, ()) if a.in_debt(t)), default=1.0
+        )

@@ -1,0 +1,105 @@
+"""The policy interface: who owns what, and the calls a pool makes.
+
+The pool (simulated or vLLM's) owns blocks, reference counts, content hashes and all counting. The
+policy owns the order of candidates and the choice of victims. Blocks are the pool's indices,
+0 .. capacity_blocks - 1. A policy is single-threaded and holds no clock, randomness, log or I/O.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from prefixshield.core.ledger import Contract
+from prefixshield.core.retention import RetentionClass
+
+
+class Access(NamedTuple):
+    """Who asks, and when."""
+
+    group: str
+    contract: str
+    request_id: Hashable
+    time: float
+    """Seconds of the accounting clock."""
+    prefix_id: str | None = None
+    """The logical prefix that the request names; None: each block's own hash identifies it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySetup:
+    """What a policy is built from."""
+
+    capacity_blocks: int
+    contracts: Mapping[str, Contract]
+    groups: Sequence[str] = field(default=())
+    """The groups expected, which share bounded state; others are accepted."""
+    preset: str = "default"
+
+
+class Policy(ABC):
+    """An eviction policy over one pool.
+
+    Life of a block: ``materialise`` (held) → ``release`` (candidate) ⇄ ``hold`` → ``evict`` or
+    ``forget``. Sequences are in prefix order unless said otherwise.
+    """
+
+    name: ClassVar[str]
+
+    #: True: a candidate that loses its content keeps its place in the order, as in native vLLM.
+    #: False: the pool forgets it and hands it out before any cached block.
+    keeps_invalidated: ClassVar[bool] = False
+
+    def __init__(self, setup: PolicySetup) -> None:
+        self.capacity_blocks = setup.capacity_blocks
+
+    def materialise(
+        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+    ) -> None:
+        """Held blocks became cached under ``hashes``, caused by ``access``; charges them."""
+
+    def hit(self, blocks: Sequence[int], access: Access) -> Sequence[int]:
+        """A request reuses held, cached blocks; returns those that were promoted by it."""
+        return ()
+
+    @abstractmethod
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Candidates stop being candidates: a request holds them."""
+
+    @abstractmethod
+    def release(self, blocks: Sequence[int]) -> None:
+        """Cached blocks become candidates, in the order in which native vLLM would evict them."""
+
+    @abstractmethod
+    def evict(self, count: int, access: Access) -> list[int]:
+        """Choose ``count`` distinct candidates, in victim order; they cease to be candidates.
+
+        ``count`` is at most ``candidate_count``; asked for more, it raises ValueError and changes
+        nothing.
+        """
+
+    @abstractmethod
+    def forget(self, block: int) -> None:
+        """A candidate lost its content without being chosen; it ceases to be a candidate."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """The cache was emptied: no block is cached. Debts stay."""
+
+    @property
+    @abstractmethod
+    def candidate_count(self) -> int:
+        """How many candidates there are, in blocks."""
+
+    def retention_class(self, block: int) -> RetentionClass | None:
+        """The class of a cached block, or of one just evicted; None: the policy has no classes."""
+        return None
+
+    def check(self) -> None:
+        """Assert that the policy's own state is consistent. For tests: may scan everything."""
+
+    def _require(self, count: int) -> None:
+        if not 0 <= count <= self.candidate_count:
+            raise ValueError(f"asked for {count} victims of {self.candidate_count} candidates")

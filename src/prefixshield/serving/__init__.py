@@ -1,0 +1,1 @@
+"""The vLLM plug-in: the only part of the package that imports vLLM."""

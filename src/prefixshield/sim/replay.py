@@ -1,0 +1,174 @@
+"""Serial replay: a trace through one pool, each request handled whole before the next.
+
+The interface that makes policies comparable (policy section 10): lookup in the request's own
+namespace, hits, allocation with eviction, charge and classification, release in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefixshield.config import Config
+from prefixshield.errors import TraceError
+from prefixshield.policies import PolicySetup, build_policy
+from prefixshield.policies.base import Access
+from prefixshield.sim.pool import SimBlockPool
+from prefixshield.traces import TraceRequest
+
+#: One line of an event log; see ``Replay.run``.
+Event = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over a set of requests."""
+
+    requests: int = 0
+    """All requests, those rejected included."""
+    rejected: int = 0
+    """Requests larger than the pool, which are skipped."""
+    blocks_queried: int = 0
+    """Blocks of the prompts of requests that were not rejected."""
+    blocks_hit: int = 0
+    """Blocks of them that were served from the cache."""
+
+    @property
+    def hit_ratio(self) -> float:
+        """Blocks hit over blocks queried, 0-1; 0 when nothing was queried."""
+        return self.blocks_hit / self.blocks_queried if self.blocks_queried else 0.0
+
+    def as_dict(self) -> dict[str, int | float]:
+        return {
+            "requests": self.requests,
+            "rejected": self.rejected,
+            "blocks_queried": self.blocks_queried,
+            "blocks_hit": self.blocks_hit,
+            "hit_ratio": self.hit_ratio,
+        }
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """What a replay counted."""
+
+    total: Tally = field(default_factory=Tally)
+    groups: dict[str, Tally] = field(default_factory=dict)
+    """By group, in order of first appearance."""
+    evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Evicted blocks by (owner, causer)."""
+    rejected_lines: list[int] = field(default_factory=list)
+    """Trace lines of the requests that were rejected."""
+
+    def as_dict(self) -> dict[str, Any]:
+        evictions = [
+            {"owner": owner, "causer": causer, "blocks": blocks}
+            for (owner, causer), blocks in sorted(self.evictions.items())
+        ]
+        groups = {name: tally.as_dict() for name, tally in self.groups.items()}
+        return {**self.total.as_dict(), "groups": groups, "evictions": evictions}
+
+
+class Replay:
+    """One policy over one simulated pool, fed with requests."""
+
+    def __init__(self, config: Config, capacity_blocks: int, block_size: int, groups: Sequence[str]):
+        """``groups``: every group that the requests will name."""
+        self._config = config
+        self._block_size = block_size
+        self.policy = build_policy(
+            config.policy,
+            PolicySetup(capacity_blocks, config.contract_table(), groups, config.preset),
+        )
+        self.pool = SimBlockPool(self.policy)
+        self.result = ReplayResult()
+
+    def run(
+        self, requests: Iterable[TraceRequest], log: Callable[[Event], None] | None = None
+    ) -> ReplayResult:
+        """Replay requests in the order given; ``log`` receives every event in order.
+
+        Events of one request: promotions in prefix order, evictions in victim order, admissions
+        in prefix order.
+        """
+        for request in requests:
+            self._serve(request, log)
+        return self.result
+
+    def _serve(self, request: TraceRequest, log: Callable[[Event], None] | None) -> None:
+        access = self._access(request)
+        tallies = (self.result.total, self.result.groups.setdefault(access.group, Tally()))
+        for tally in tallies:
+            tally.requests += 1
+        hashes = request.hash_ids
+        if len(hashes) > self.pool.capacity_blocks:
+            self.result.rejected_lines.append(request.line)
+            for tally in tallies:
+                tally.rejected += 1
+            return
+
+        # The last token is always computed, so its block can never be a hit.
+        reusable = (request.input_length - 1) // self._block_size
+        hits = self.pool.lookup(access.group, hashes[:reusable])
+        self.pool.hold(hits)
+        promoted = self.policy.hit(hits, access)
+        new_hashes = hashes[len(hits) :]
+        blocks, evicted = self.pool.allocate(len(new_hashes), access)
+        for _, content in evicted:
+            self.result.evictions[content.owner, access.group] += 1
+        if log is not None:
+            evicted_events = [
+                (content.owner, content.block_hash, self._label(block))
+                for block, content in evicted
+            ]
+        if blocks:
+            self.pool.cache(blocks, access.group, new_hashes, access)
+        self.pool.release([*hits, *blocks][::-1])
+        for tally in tallies:
+            tally.blocks_queried += len(hashes)
+            tally.blocks_hit += len(hits)
+
+        if log is not None:
+            def emit(event: str, owner: str, block_hash: Any, label: str | None) -> None:
+                log(
+                    {
+                        "t": access.time,
+                        "event": event,
+                        "group": owner,
+                        "block": block_hash,
+                        "class": label,
+                        "by": access.group,
+                    }
+                )
+
+            hash_of = dict(zip(hits, hashes, strict=False))
+            for block in promoted:
+                emit("promote", access.group, hash_of[block], self._label(block))
+            for owner, block_hash, label in evicted_events:
+                emit("evict", owner, block_hash, label)
+            for block, block_hash in zip(blocks, new_hashes, strict=True):
+                emit("admit", access.group, block_hash, self._label(block))
+
+    def _access(self, request: TraceRequest) -> Access:
+        group = request.group or self._config.default_group
+        contract = request.contract or self._config.default_contract(group)
+        if contract not in self._config.contracts:
+            raise TraceError(
+                f"line {request.line}: contract: found {contract!r}, "
+                f"expected one of: {', '.join(self._config.contracts)}"
+            )
+        return Access(
+            group, contract, request.line, request.timestamp_ms / 1000, request.prefix_id
+        )
+
+    def _label(self, block: int) -> str | None:
+        retention = self.policy.retention_class(block)
+        return None if retention is None else retention.label
+
+
+def groups_of(config: Config, requests: Iterable[TraceRequest]) -> list[str]:
+    """The configured groups, then those that only the requests name, in order of appearance."""
+    named = (request.group or config.default_group for request in requests)
+    return list(dict.fromkeys([*config.groups, *named]))

@@ -1,0 +1,5 @@
+"""Request traces in the serial-replay format (policy section 10)."""
+
+from prefixshield.traces.reader import TraceRequest, read_trace
+
+__all__ = ["TraceRequest", "read_trace"]
