@@ -35,9 +35,7 @@ class Namespaces:
 
     def __init__(self, config: Config, secret: bytes) -> None:
         self._secret = secret
-        self.default = Identity(
-            config.default_group, config.groups[config.default_group].contract
-        )
+        self.default = Identity(config.default_group, config.groups[config.default_group].contract)
         self._own_contract = {name: group.contract for name, group in config.groups.items()}
         self._heads = {
             Identity(group, contract): self._digest("identity", group, contract)
@@ -47,7 +45,7 @@ class Namespaces:
         self._identities = {head: identity for identity, head in self._heads.items()}
 
     def token(self, identity: Identity, client_salt: str = "") -> str:
-        """The ``cache_salt`` of a request: 45 characters, letters, digits, ``-``, ``_`` and one dot.
+        """The ``cache_salt`` of a request: 45 letters, digits, ``-``, ``_`` and one dot.
 
         Raises KeyError for a group or contract that is not configured.
         """

@@ -87,7 +87,7 @@ def _write_tokenizer(folder: Path) -> None:
         ]
     )
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # joins with spaces
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         unk_token="<unk>",
         pad_token="<pad>",

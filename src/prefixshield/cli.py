@@ -1,0 +1,174 @@
+"""The ``prefixshield`` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from prefixshield import __version__
+from prefixshield.config import Config, load_config, paper_config
+from prefixshield.errors import PrefixShieldError
+from prefixshield.policies import POLICIES, PRESETS
+from prefixshield.sim.replay import Event, Replay, ReplayResult, Tally, groups_of
+from prefixshield.traces import read_trace
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Multi-tenant KV-cache protection for vLLM: whoever fills the prefix cache pays for it.",
+)
+
+PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
+PresetName = StrEnum("PresetName", {name: name for name in PRESETS})  # type: ignore[misc]
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"prefixshield {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="JSON lines, plain or gzip.")],
+    blocks: Annotated[int, typer.Option(min=1, help="Pool size in blocks.")],
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block, as in the trace.")],
+    policy: Annotated[
+        PolicyName | None, typer.Option(help="Overrides the configuration's policy.")
+    ] = None,
+    preset: Annotated[
+        PresetName | None, typer.Option(help="Overrides the configuration's preset.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Configuration file. Without one: the paper's three contracts."),
+    ] = None,
+    events: Annotated[
+        Path | None, typer.Option(help="Write the event log (JSON lines) to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Replay a trace serially against a simulated pool and count hits and evictions."""
+    settings = paper_config() if config is None else load_config(config)
+    update = {"policy": policy, "preset": preset}
+    settings = settings.model_copy(update={k: str(v) for k, v in update.items() if v})
+    requests = read_trace(trace, block_size)
+    groups = groups_of(settings, requests)
+    run = Replay(settings, blocks, block_size, groups)
+    with _event_log(events) as log:
+        try:
+            result = run.run(requests, log)
+        except PrefixShieldError as error:
+            raise type(error)(f"{trace}: {error}") from None
+    if as_json:
+        head = {"policy": settings.policy, "preset": settings.preset, "blocks": blocks}
+        typer.echo(json.dumps({**head, "block_size": block_size, **result.as_dict()}))
+    else:
+        _print(Console(), settings, result)
+    if result.rejected_lines:
+        shown = ", ".join(map(str, result.rejected_lines[:5]))
+        more = ", ..." if len(result.rejected_lines) > 5 else ""
+        typer.echo(
+            f"{trace}: {len(result.rejected_lines)} requests are larger than the pool of "
+            f"{blocks} blocks and were skipped (lines {shown}{more})",
+            err=True,
+        )
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="All other options are passed on to vLLM.",
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Model name or path, as vLLM takes it.")],
+    config: Annotated[Path, typer.Option(help="Configuration file.")],
+) -> None:
+    """Start vLLM's OpenAI-compatible server with PrefixShield wired in."""
+    from prefixshield.serving import launch
+
+    launch.serve(model, config, context.args)
+
+
+def main() -> None:
+    """Entry point: every error of ours is one message and exit status 1."""
+    try:
+        app()
+    except PrefixShieldError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@contextmanager
+def _event_log(path: Path | None) -> Iterator[Callable[[Event], None] | None]:
+    """A writer of events that puts the file in place only when everything went well."""
+    if path is None:
+        yield None
+        return
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise PrefixShieldError(f"{path}: cannot be written: {error.strerror}") from None
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            yield lambda event: print(json.dumps(event), file=file)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except OSError as error:
+        os.unlink(name)
+        raise PrefixShieldError(f"{path}: cannot be written: {error.strerror}") from None
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _print(console: Console, settings: Config, result: ReplayResult) -> None:
+    table = Table(title=f"{settings.policy} ({settings.preset})", title_justify="left")
+    for name in ("group", "requests", "rejected", "hits", "misses", "hit ratio"):
+        table.add_column(name, justify="left" if name == "group" else "right")
+
+    def row(name: str, tally: Tally) -> None:
+        misses = tally.blocks_queried - tally.blocks_hit
+        numbers = (tally.requests, tally.rejected, tally.blocks_hit, misses)
+        table.add_row(name, *map(str, numbers), f"{tally.hit_ratio:.4f}")
+
+    for name, tally in result.groups.items():
+        row(name, tally)
+    table.add_section()
+    row("all", result.total)
+    console.print(table)
+
+    evictions = Table(title="evicted blocks", title_justify="left")
+    evictions.add_column("owner \\ causer")
+    causers = sorted({causer for _, causer in result.evictions})
+    owners = sorted({owner for owner, _ in result.evictions})
+    for causer in [*causers, "all"]:
+        evictions.add_column(causer, justify="right")
+
+    def evicted(name: str, chosen: list[str]) -> None:
+        by_causer = [sum(result.evictions[o, c] for o in chosen) for c in causers]
+        evictions.add_row(name, *map(str, [*by_causer, sum(by_causer)]))
+
+    for owner in owners:
+        evicted(owner, [owner])
+    evictions.add_section()
+    evicted("all", owners)
+    console.print(evictions)

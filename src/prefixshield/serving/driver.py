@@ -1,0 +1,161 @@
+"""The driver: feeds one policy from vLLM's pool, counts, and is where a policy's failure ends.
+
+vLLM's own free queue stays in charge of which blocks are free and keeps them in native order; the
+policy only reorders the choice of victims. So whatever a policy does, no block can be leaked,
+freed twice or handed out while held: an answer that does not fit, or an exception, switches
+eviction to native order until the prefix cache is next reset, and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from prefixshield.policies.base import Access, Policy
+from prefixshield.serving.namespace import Identity
+
+# Below "vllm", whose logging configuration shows it.
+_log = logging.getLogger("vllm.prefixshield")
+
+_T = TypeVar("_T")
+
+
+class PolicyDriver:
+    """One policy over one vLLM block pool. Single-threaded, as vLLM's scheduler is."""
+
+    def __init__(
+        self, policy: Policy, default: Identity, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.default = default
+        """Who pays for what no request is known to have caused."""
+        self.failed = False
+        """Whether the policy has failed and eviction is in native order."""
+        self.current: Access | None = None
+        """The request that vLLM is allocating for; None outside an allocation."""
+        self.proves_reuse = False
+        """Whether the current request's hits are evidence: not when it was preempted before."""
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        """Since start, by (name, label values...); see ``serving.metrics``."""
+        self.owner: list[str | None] = [None] * policy.capacity_blocks
+        """By block: the group that materialised it; None: not cached."""
+        self.is_candidate = bytearray(policy.capacity_blocks)
+        """By block: 1 while the policy counts it among its candidates."""
+        self.candidate_count = 0
+
+    def access(
+        self, identity: Identity, request_id: str = "", prefix_id: str | None = None
+    ) -> Access:
+        """An access at this moment."""
+        return Access(identity.group, identity.contract, request_id, self.clock(), prefix_id)
+
+    def materialised(
+        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+    ) -> None:
+        """Held blocks became cached: full, each exactly once."""
+        for block in blocks:
+            self.owner[block] = access.group
+        self.counts["materialised", access.group] += len(blocks)
+        self._guarded(self.policy.materialise, blocks, hashes, access)
+
+    def hit(self, blocks: Sequence[int]) -> None:
+        """The current request reuses held, cached blocks; a touch by anyone else is no reuse."""
+        if self.current is None or not self.proves_reuse:
+            return
+        promoted = self._guarded(self.policy.hit, blocks, self.current)
+        if promoted:
+            self.counts["promoted", self.current.group] += len(promoted)
+
+    def held(self, blocks: Sequence[int]) -> None:
+        """Free cached blocks are about to be held."""
+        candidates = [block for block in blocks if self.is_candidate[block]]
+        if candidates:
+            self._unmark(candidates)
+            self._guarded(self.policy.hold, candidates)
+
+    def released(self, blocks: Sequence[int]) -> None:
+        """Cached blocks became free, in native order."""
+        if blocks:
+            for block in blocks:
+                self.is_candidate[block] = 1
+            self.candidate_count += len(blocks)
+            self._guarded(self.policy.release, blocks)
+
+    def invalidated(self, block: int) -> bool:
+        """A free cached block lost its content; returns whether it should be handed out at once."""
+        self.owner[block] = None
+        if not self.is_candidate[block] or self.policy.keeps_invalidated:
+            return False
+        self._unmark([block])
+        self._guarded(self.policy.forget, block)
+        return True
+
+    def choose(self, count: int) -> Sequence[int] | None:
+        """``count`` victims among the candidates, in order; None: take them in native order."""
+        if self.failed or count == 0:
+            return None if self.failed else ()
+        access = self.current or self.access(self.default)
+        victims = self._guarded(self.policy.evict, count, access)
+        if victims is None:
+            return None
+        if len(victims) != count or not self._are_distinct_candidates(victims):
+            self._fail(f"chose {victims!r} when asked for {count} victims")
+            return None
+        self._unmark(victims)
+        return victims
+
+    def taken_in_native_order(self, blocks: Sequence[int]) -> None:
+        """Blocks left the free queue without the policy's choice."""
+        self.counts["fallbacks",] += 1
+        self._unmark([block for block in blocks if self.is_candidate[block]])
+
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """Cached blocks are handed out, whoever chose them; counts who lost and who caused it."""
+        causer = self.current.group if self.current else self.default.group
+        for block in blocks:
+            self.counts["evicted", self.owner[block] or self.default.group, causer] += 1
+            self.owner[block] = None
+
+    def reset(self) -> None:
+        """The prefix cache was emptied. A policy that has failed gets another chance."""
+        self.owner = [None] * len(self.owner)
+        self.is_candidate = bytearray(len(self.is_candidate))
+        self.candidate_count = 0
+        self.failed = False
+        self._guarded(self.policy.reset)
+
+    def _guarded(self, call: Callable[..., _T], *arguments: object) -> _T | None:
+        """Call the policy; an exception ends in native order, never in the engine."""
+        if self.failed:
+            return None
+        try:
+            return call(*arguments)
+        except Exception:
+            self._fail(f"raised in {call.__name__}", with_traceback=True)
+            return None
+
+    def _fail(self, what: str, with_traceback: bool = False) -> None:
+        self.failed = True
+        self.counts["policy_failures",] += 1
+        _log.error(
+            "PrefixShield: policy %s %s; eviction is in native order until the prefix cache is "
+            "reset. Serving goes on unprotected; please report this.",
+            self.policy.name,
+            what,
+            exc_info=with_traceback,
+        )
+
+    def _are_distinct_candidates(self, victims: Sequence[int]) -> bool:
+        capacity = len(self.is_candidate)
+        return len(set(victims)) == len(victims) and all(
+            0 <= block < capacity and self.is_candidate[block] for block in victims
+        )
+
+    def _unmark(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.is_candidate[block] = 0
+        self.candidate_count -= len(blocks)

@@ -1,0 +1,89 @@
+"""Starting ``vllm serve`` with the plug-in wired in. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefixshield.config import load_config, namespace_secret, resolve_keys
+from prefixshield.errors import IncompatibleEngineError, PrefixShieldError
+from prefixshield.serving.hooks import installed_vllm
+from prefixshield.serving.wiring import CONFIG_KEY, MIDDLEWARE, SCHEDULER
+
+#: vLLM options that would undo the wiring, and what to do instead.
+_REFUSED = {
+    "--scheduler-cls": "the scheduler is PrefixShield's",
+    "--api-key": "API keys belong in the configuration file",
+    "--grpc": "gRPC bypasses the middleware that identifies tenants",
+    "--grpc-port": "gRPC bypasses the middleware that identifies tenants",
+    "--no-enable-prefix-caching": "without a prefix cache there is nothing to protect",
+}
+_ADDITIONAL_CONFIG = "--additional-config"
+
+
+def serve_command(model: str, config: Path, options: Sequence[str]) -> list[str]:
+    """The command that serves ``model`` with vLLM under ``config``, further vLLM options appended.
+
+    Raises:
+        ConfigError: the configuration is wrong, or a secret's environment variable is not set.
+        IncompatibleEngineError: vLLM is not installed, or an option contradicts the wiring.
+
+    """
+    loaded = load_config(config)
+    resolve_keys(loaded, config)
+    namespace_secret(loaded, config)
+    options, additional = _split_additional_config(options)
+    for option in options:
+        name = option.partition("=")[0].replace("_", "-")
+        if name in _REFUSED:
+            raise IncompatibleEngineError(f"{name}: not with prefixshield serve: {_REFUSED[name]}")
+    additional[CONFIG_KEY] = str(config.resolve())
+    wiring = [
+        f"--scheduler-cls={SCHEDULER}",
+        f"--middleware={MIDDLEWARE}",
+        f"{_ADDITIONAL_CONFIG}={json.dumps(additional)}",
+    ]
+    distribution, _ = installed_vllm()
+    if distribution == "vllm":
+        return [_vllm_script(), "serve", model, *wiring, *options]
+    # The console script of the CPU wheel looks for a distribution called vllm and fails.
+    module = "vllm.entrypoints.openai.api_server"
+    return [sys.executable, "-m", module, "--model", model, *wiring, *options]
+
+
+def serve(model: str, config: Path, options: Sequence[str]) -> None:
+    """Replace this process with vLLM's server; returns only by raising."""
+    command = serve_command(model, config, options)
+    os.execv(command[0], command)
+
+
+def _vllm_script() -> str:
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if found is None:
+        raise IncompatibleEngineError("the vllm command was not found on the PATH")
+    return found
+
+
+def _split_additional_config(options: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """The options without ``--additional-config``, and its value."""
+    rest: list[str] = []
+    text = "{}"
+    remaining = iter(options)
+    for option in remaining:
+        name, equals, value = option.partition("=")
+        if name.replace("_", "-") != _ADDITIONAL_CONFIG:
+            rest.append(option)
+        else:
+            text = value if equals else next(remaining, "")
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise PrefixShieldError(f"{_ADDITIONAL_CONFIG}: found {text!r}, expected a JSON object")
+    return rest, parsed

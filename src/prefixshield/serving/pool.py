@@ -1,0 +1,202 @@
+"""vLLM's block pool and free queue with the choice of victims handed to a policy.
+
+The live objects that vLLM has built are given these classes in place (``take_over``), so every
+holder keeps its reference. Everything else, hashing, reference counts, block tables, stays vLLM's:
+each method calls vLLM's own and tells the driver. Every override has a row in ``hooks.HOOKS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.request import Request
+
+from prefixshield.errors import IncompatibleEngineError
+from prefixshield.policies.base import Access
+from prefixshield.serving.driver import PolicyDriver
+from prefixshield.serving.namespace import Identity
+
+
+class ShieldQueue(FreeKVCacheBlockQueue):
+    """All free blocks in native order, truly free ones in front; victims leave in policy order."""
+
+    driver: PolicyDriver
+    blocks: list[KVCacheBlock]
+    """All blocks of the pool, by block id."""
+    unhashed_at_the_end: set[int]
+    """Free blocks without content that vLLM wants reused last (``BlockPool.unpin_blocks``)."""
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        driver = self.driver
+        truly_free = self.num_free_blocks - driver.candidate_count - len(self.unhashed_at_the_end)
+        from_free = min(n, truly_free)
+        victims = driver.choose(min(n - from_free, driver.candidate_count))
+        if victims is None:
+            blocks = super().popleft_n(n)
+            driver.taken_in_native_order([block.block_id for block in blocks])
+        else:
+            blocks = super().popleft_n(from_free)
+            for block_id in victims:
+                block = self.blocks[block_id]
+                super().remove(block)
+                blocks.append(block)
+            blocks += super().popleft_n(n - len(blocks))
+        if n > from_free:
+            driver.evicted([b.block_id for b in blocks if b.block_hash is not None])
+            self.unhashed_at_the_end.difference_update(b.block_id for b in blocks)
+        return blocks
+
+    def popleft(self) -> KVCacheBlock:
+        if not self.num_free_blocks:
+            raise ValueError("No free blocks available")
+        return self.popleft_n(1)[0]
+
+    def remove(self, block: KVCacheBlock) -> None:
+        super().remove(block)
+        if self.driver.is_candidate[block.block_id]:
+            self.driver.held([block.block_id])
+        elif self.unhashed_at_the_end:
+            self.unhashed_at_the_end.discard(block.block_id)
+
+    def append(self, block: KVCacheBlock) -> None:
+        self.append_n([block])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        super().append_n(blocks)
+        self.driver.released([b.block_id for b in blocks if b.block_hash is not None])
+        self.unhashed_at_the_end.update(b.block_id for b in blocks if b.block_hash is None)
+
+
+class ShieldBlockPool(BlockPool):
+    """Tells the driver what is materialised, hit, invalidated and reset."""
+
+    driver: PolicyDriver
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        super().cache_full_blocks(
+            request,
+            blocks,
+            num_cached_blocks,
+            num_full_blocks,
+            block_size,
+            kv_cache_group_id,
+            block_mask,
+        )
+        cached = [
+            block
+            for index, block in enumerate(blocks[num_cached_blocks:num_full_blocks])
+            if not block.is_null and (block_mask is None or block_mask[index])
+        ]
+        if cached:
+            self.driver.materialised(
+                [block.block_id for block in cached],
+                [block.block_hash for block in cached],
+                _access(self.driver, request),
+            )
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self.driver.held([block.block_id for block in blocks if block.ref_cnt == 0])
+        super().touch(blocks)
+        self.driver.hit([block.block_id for block in blocks if not block.is_null])
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        super().evict_blocks(block_ids)
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if self.driver.invalidated(block_id):
+                FreeKVCacheBlockQueue.remove(self.free_block_queue, block)
+                self.free_block_queue.prepend_n([block])
+
+    def reset_prefix_cache(self) -> bool:
+        done = super().reset_prefix_cache()
+        if done:
+            self.driver.reset()
+            self.free_block_queue.unhashed_at_the_end.clear()
+        return done
+
+
+class ShieldKVCacheManager(KVCacheManager):
+    """Tells the driver for which request blocks are allocated, and what lookups found."""
+
+    def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        driver: PolicyDriver = self.block_pool.driver
+        driver.current = _access(driver, request)
+        driver.proves_reuse = request.num_preemptions == 0
+        try:
+            return super().allocate_slots(request, *args, **kwargs)
+        finally:
+            driver.current = None
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        super().record_prefix_cache_stats(request, num_hits)
+        # As vLLM counts: one that skips the lookup or comes back from preemption is no query.
+        if self.prefix_cache_lookup_enabled(request) and request.num_preemptions == 0:
+            driver: PolicyDriver = self.block_pool.driver
+            group = _tag(driver, request).identity.group
+            driver.counts["query_tokens", group] += request.num_tokens
+            driver.counts["hit_tokens", group] += num_hits
+
+
+class Tag(NamedTuple):
+    """What the scheduler reads off a request when it arrives; kept on vLLM's request object."""
+
+    identity: Identity
+    prefix_id: str | None
+
+
+def tag(request: Request, tag: Tag) -> None:
+    """Attach a tag to a request."""
+    request.prefixshield = tag  # type: ignore[attr-defined]
+
+
+def _tag(driver: PolicyDriver, request: Request) -> Tag:
+    return getattr(request, "prefixshield", None) or Tag(driver.default, None)
+
+
+def _access(driver: PolicyDriver, request: Request) -> Access:
+    identity, prefix_id = _tag(driver, request)
+    return driver.access(identity, request.request_id, prefix_id)
+
+
+def take_over(manager: KVCacheManager, driver: PolicyDriver) -> None:
+    """Give the live manager, its pool and its free queue our classes; all or nothing.
+
+    Raises:
+        IncompatibleEngineError: one of them is not of vLLM's own plain class, or blocks are
+            cached already.
+
+    """
+    pool = manager.block_pool
+    queue = pool.free_block_queue
+    for found, expected in (
+        (manager, KVCacheManager),
+        (pool, BlockPool),
+        (queue, FreeKVCacheBlockQueue),
+    ):
+        if type(found) is not expected:
+            raise IncompatibleEngineError(
+                f"vLLM uses {type(found).__module__}.{type(found).__qualname__}, expected "
+                f"{expected.__module__}.{expected.__qualname__}: this model or option needs a "
+                "block pool of its own, which PrefixShield does not support"
+            )
+    if len(pool.cached_block_hash_to_block):
+        raise IncompatibleEngineError("blocks are cached before the first request, expected none")
+    queue.driver = pool.driver = driver
+    queue.blocks = pool.blocks
+    queue.unhashed_at_the_end = set()
+    queue.__class__ = ShieldQueue
+    pool.__class__ = ShieldBlockPool
+    manager.__class__ = ShieldKVCacheManager

@@ -1,0 +1,132 @@
+"""The scheduler that ``vllm serve --scheduler-cls`` names: vLLM's own, with a policy over its pool.
+
+``build_scheduler`` subclasses exactly the class that vLLM would have chosen, so that async
+scheduling survives. It refuses to start whatever it is not sure to understand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_coordinator import (
+    HybridKVCacheCoordinator,
+    UnitaryKVCacheCoordinator,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request
+
+from prefixshield import __version__
+from prefixshield.config import load_config, namespace_secret
+from prefixshield.errors import IncompatibleEngineError
+from prefixshield.policies import PolicySetup, build_policy
+from prefixshield.serving import hooks
+from prefixshield.serving.driver import PolicyDriver
+from prefixshield.serving.metrics import encode
+from prefixshield.serving.namespace import Namespaces
+from prefixshield.serving.pool import Tag, tag, take_over
+from prefixshield.serving.wiring import PREFIX_ID_KEY, config_path
+
+_log = init_logger("vllm.prefixshield")
+
+#: A longer name of a logical prefix is ignored.
+MAX_PREFIX_ID_LENGTH = 128
+
+
+def build_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+    """What vLLM calls in place of a scheduler class.
+
+    Raises:
+        ConfigError: the configuration file is missing or wrong.
+        IncompatibleEngineError: the installed vLLM, the model or an option is not supported.
+
+    """
+    hooks.verify()
+    if vllm_config.diffusion_config is not None:
+        raise IncompatibleEngineError("diffusion models need a scheduler that is not supported")
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise IncompatibleEngineError(
+            "prefix caching is off (--no-enable-prefix-caching, or a model without it), "
+            "expected on: there is no cache to protect"
+        )
+    chosen = (
+        ShieldAsyncScheduler
+        if vllm_config.scheduler_config.async_scheduling
+        else ShieldScheduler
+    )
+    return chosen(vllm_config=vllm_config, **arguments)
+
+
+class _Shielding(Scheduler):
+    """What both schedulers add to vLLM's."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        path = config_path(vllm_config)
+        config = load_config(path)
+        super().__init__(vllm_config, *args, **kwargs)
+        coordinator = self.kv_cache_manager.coordinator
+        supported = (UnitaryKVCacheCoordinator, HybridKVCacheCoordinator)
+        if type(coordinator) not in supported or self.has_mamba_layers:
+            raise IncompatibleEngineError(
+                f"the model's KV cache is run by {type(coordinator).__qualname__}"
+                f"{' with Mamba layers' if self.has_mamba_layers else ''}, "
+                "expected attention layers (full, sliding window or both)"
+            )
+        self._namespaces = Namespaces(config, namespace_secret(config, path))
+        blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        policy = build_policy(
+            config.policy,
+            PolicySetup(blocks, config.contract_table(), list(config.groups), config.preset),
+        )
+        self.driver = PolicyDriver(policy, self._namespaces.default)
+        self._sent: Counter[tuple[str, ...]] = Counter()
+        take_over(self.kv_cache_manager, self.driver)
+        _log.info(
+            "PrefixShield %s is active: policy %s, preset %s, %d groups, %d contracts, "
+            "%d blocks, %s, vLLM %s, configuration %s",
+            __version__,
+            config.policy,
+            config.preset,
+            len(config.groups),
+            len(config.contracts),
+            blocks,
+            "async scheduling" if isinstance(self, AsyncScheduler) else "synchronous scheduling",
+            hooks.installed_vllm()[1],
+            path,
+        )
+
+    def add_request(self, request: Request) -> None:
+        identity, salt = self._namespaces.read(request.cache_salt)
+        if salt != request.cache_salt:
+            # A key with a contract other than its group's own: same namespace, so same hashes.
+            request.cache_salt = salt
+            request.block_hashes = []
+            request.update_block_hashes()
+        tag(request, Tag(identity, _named_prefix(request)))
+        super().add_request(request)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            # Each step's statistics reach one front end: so differences, not totals.
+            stats.num_kv_fetch_reqs_by_stage.update(encode(self.driver.counts - self._sent))
+            self._sent = self.driver.counts.copy()
+        return stats
+
+
+class ShieldScheduler(_Shielding, Scheduler):
+    """Over vLLM's synchronous scheduler."""
+
+
+class ShieldAsyncScheduler(_Shielding, AsyncScheduler):
+    """Over vLLM's asynchronous scheduler."""
+
+
+def _named_prefix(request: Request) -> str | None:
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    name = extra.get(PREFIX_ID_KEY)
+    return name if isinstance(name, str) and 0 < len(name) <= MAX_PREFIX_ID_LENGTH else None
