@@ -136,6 +136,10 @@ class Shield(Policy):
     def retention_class(self, block: int) -> RetentionClass:
         return self._class[block]
 
+    def check(self) -> None:
+        for block, place in self._queues.check().items():
+            assert place == (self._owner_of(block).group, self._class[block]), f"block {block}"
+
     def _owner_of(self, block: int) -> Account:
         owner = self._owner[block]
         assert owner is not None, f"block {block} was never materialised"

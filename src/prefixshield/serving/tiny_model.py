@@ -1,4 +1,4 @@
-"""A tiny Llama model made on the spot, so that tests and the demo run the real engine offline.
+"""A tiny Qwen3 model made on the spot, so that tests and the demo run the real engine offline.
 
 The folder holds a configuration, a word-level tokenizer and a chat template, but no weights:
 serve it with ``--load-format dummy``. One word of `WORDS`, one line feed and one role marker are
@@ -9,13 +9,21 @@ unknown token. Token ids from 0 to `VOCABULARY_SIZE` - 1 are valid prompts too.
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 
 #: Special tokens, in the order of their ids from 0.
 SPECIAL_TOKENS = ("<unk>", "<pad>", "<|im_start|>", "<|im_end|>")
 
-#: Words that are one token each, in the order of their ids; roles make the chat template exact.
-WORDS = ("\n", "system", "user", "assistant", "tool", *(f"w{number}" for number in range(2000)))
+#: Words that are one token each, in the order of their ids; roles make the chat template exact,
+#: capitals, digits, yes and no are the labels that /v1/systemone reads.
+WORDS = (
+    *("\n", "system", "user", "assistant", "tool"),
+    *(f"w{number}" for number in range(2000)),
+    *string.ascii_uppercase,
+    *string.digits,
+    *("yes", "no"),
+)
 
 VOCABULARY_SIZE = 2048
 
@@ -34,15 +42,16 @@ _CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 
-#: Sizes that vLLM's CPU backend accepts: the head size is 128 / 4 = 32, its smallest.
+#: Sizes that vLLM's CPU backend accepts: a head size of 32 is its smallest.
 _MODEL = {
-    "model_type": "llama",  # of qwen2, transformers 5 would ignore the tokenizer below
+    "model_type": "qwen3",  # of qwen2, transformers 5 would ignore the tokenizer below
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": CONTEXT_LENGTH,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
@@ -60,10 +69,10 @@ def write_tiny_model(folder: Path, *, pooling: bool = False) -> Path:
     generator serves them with ``--runner pooling --convert embed``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = dict(_MODEL, architectures=["LlamaForCausalLM"])
+    config = dict(_MODEL, architectures=["Qwen3ForCausalLM"])
     if pooling:
         config.update(
-            architectures=["LlamaForSequenceClassification"],
+            architectures=["Qwen3ForSequenceClassification"],
             id2label={"0": "no", "1": "yes"},
             label2id={"no": 0, "yes": 1},
         )

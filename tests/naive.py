@@ -1,0 +1,126 @@
+"""A naive model of serial replay: policy.md sections 2 to 6 and 10 read aloud, in exact fractions.
+
+It scans everything, shares no code with the package, and is the reference for its results.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction as F
+
+PROBATIONARY, NORMAL, REUSE = range(3)
+LABELS = ("probationary", "normal", "reuse")
+
+
+class NaiveBlock:
+    def __init__(self, group, contract, key, made_by, prefix):
+        self.group, self.contract, self.key = group, contract, key
+        self.made_by, self.prefix = made_by, prefix
+        self.retention = PROBATIONARY
+        self.age = 0  # position in native order: smaller is nearer to eviction
+
+
+class NaiveReplay:
+    def __init__(self, contracts, blocks, block_size, groups, policy="shield"):
+        """contracts: name → (refill rate, burst), blocks per second and blocks."""
+        self.contracts = {n: (F(rate), F(burst)) for n, (rate, burst) in contracts.items()}
+        self.lowest_rate = min(rate for rate, _ in self.contracts.values())
+        self.size, self.block_size, self.policy = blocks, block_size, policy
+        self.history_limit = max(1, 4 * blocks // len(groups))
+        self.history = {}  # group → identifiers, least recently admitted first
+        self.buckets = {}  # (group, contract) → (balance, t0)
+        self.resident = []  # in order of materialisation
+        self.clock = 0
+        self.events = []
+        self.queried, self.hit, self.rejected = {}, {}, 0
+
+    def balance(self, group, contract, t):
+        rate, burst = self.contracts[contract]
+        stored, t0 = self.buckets.get((group, contract), (burst, t))
+        return min(burst, stored + rate * (t - t0))
+
+    def deficits(self, group, t):
+        """contract → blocks owed, for the contracts in debt."""
+        owed = {c: -self.balance(g, c, t) for g, c in self.buckets if g == group}
+        return {c: debt for c, debt in owed.items() if debt > 0}
+
+    def weight(self, contract):
+        return self.contracts[contract][0] / self.lowest_rate
+
+    def victims(self, candidates, count, t):
+        order = []
+        candidates = list(candidates)
+        groups = {b.group for b in candidates}
+        p = {
+            g: sum((d / self.weight(c) for c, d in self.deficits(g, t).items()), F(0))
+            for g in groups
+        }
+        for _ in range(count):
+            choices = candidates
+            if self.policy == "shield":
+                owing = [b for b in candidates if p[b.group] > 0]
+                if owing:
+                    most = max(p[b.group] for b in owing)
+                    choices = [b for b in owing if p[b.group] == most]
+                victim = min(choices, key=lambda b: (b.retention, b.age))
+                if owing:
+                    step = 1 / max(self.weight(c) for c in self.deficits(victim.group, t))
+                    p[victim.group] = max(F(0), p[victim.group] - step)
+            else:
+                victim = min(choices, key=lambda b: b.age)
+            candidates.remove(victim)
+            order.append(victim)
+        return order
+
+    def serve(self, t_ms, tokens, ids, group, contract, prefix, name):
+        if len(ids) > self.size:
+            self.rejected += 1
+            return
+        t = F(t_ms) / 1000
+        hits = []
+        for key in ids[: (tokens - 1) // self.block_size]:
+            found = [b for b in self.resident if (b.group, b.key) == (group, key)]
+            if not found:
+                break
+            hits.append(found[0])
+        self.queried[group] = self.queried.get(group, 0) + len(ids)
+        self.hit[group] = self.hit.get(group, 0) + len(hits)
+
+        if self.policy == "shield" and not self.deficits(group, t):
+            for b in hits:
+                same = (b.group, b.contract, b.prefix) == (group, contract, prefix or b.key)
+                if same and b.made_by != name and b.retention != REUSE:
+                    b.retention = REUSE
+                    self.log(t, "promote", b, group)
+
+        new = ids[len(hits) :]
+        others = [b for b in self.resident if b not in hits]
+        for b in self.victims(others, max(0, len(new) - (self.size - len(self.resident))), t):
+            self.resident.remove(b)
+            self.log(t, "evict", b, group)
+
+        if new:
+            self.buckets[group, contract] = (self.balance(group, contract, t) - len(new), t)
+        funded = self.balance(group, contract, t) >= 0
+        made = []
+        for key in new:
+            b = NaiveBlock(group, contract, key, name, prefix or key)
+            known = self.admitted_before(group, prefix or key, name)
+            b.retention = NORMAL if known and funded else PROBATIONARY
+            self.resident.append(b)
+            made.append(b)
+            self.log(t, "admit", b, group)
+        for b in reversed(hits + made):
+            self.clock += 1
+            b.age = self.clock
+
+    def admitted_before(self, group, identifier, name):
+        entries = self.history.setdefault(group, [])
+        known = [entry for entry in entries if entry[0] == identifier]
+        first = known[0][1] if known else name
+        entries[:] = [e for e in entries if e[0] != identifier] + [(identifier, first)]
+        del entries[: max(0, len(entries) - self.history_limit)]
+        return first != name
+
+    def log(self, t, event, b, by):
+        label = LABELS[b.retention] if self.policy == "shield" else None
+        self.events.append((float(t), event, b.group, b.key, label, by))
