@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("openai")
 
-from demo.server import POOL_BLOCKS  # noqa: E402 - after importorskip
-from demo.tenants import load_keys  # noqa: E402
-from demo.traffic import (  # noqa: E402
+from demo.server import POOL_BLOCKS
+from demo.tenants import load_keys
+from demo.traffic import (
     BLOCK_SIZE_TOKENS,
     HOT_PREFIXES,
     OUTPUT_TOKENS,

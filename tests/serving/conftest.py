@@ -34,6 +34,7 @@ _OPTIONS = (
     *("--num-gpu-blocks-override", "512"),
     "--enforce-eager",
     "--enable-prompt-tokens-details",
+    "--disable-uvicorn-access-log",  # it would bury what matters in the log
 )
 
 _ENVIRONMENT = {

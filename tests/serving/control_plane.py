@@ -140,6 +140,7 @@ class ControlPlane:
             log_stats=True,
         )
         self.outputs: dict[str, list[int]] = {}
+        self.block_tables: list[dict[str, tuple[list[int], ...]]] = []
         self.cached_tokens: dict[str, int] = {}
         self.finished: list[str] = []
         self.preemptions = 0
@@ -159,6 +160,8 @@ class ControlPlane:
         """One engine step; returns whether anything was scheduled."""
         scheduled = self.scheduler.schedule()
         ids = list(scheduled.num_scheduled_tokens)
+        manager = self.scheduler.kv_cache_manager
+        self.block_tables.append({request_id: manager.get_block_ids(request_id) for request_id in ids})
         self.preemptions += len(scheduled.preempted_req_ids or ())
         sampled = []
         for request_id in ids:
