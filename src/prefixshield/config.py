@@ -55,7 +55,7 @@ class Secret(_Section):
     @model_validator(mode="after")
     def _exactly_one_source(self) -> Secret:
         if (self.value is None) == (self.env is None):
-            raise ValueError("expected exactly one of: value, env")
+            raise ValueError("not exactly one source")
         return self
 
     def resolve(self) -> str:
@@ -102,12 +102,12 @@ class Config(_Section):
     @field_validator("policy")
     @classmethod
     def _known_policy(cls, name: str) -> str:
-        return _one_of(name, POLICIES)
+        return _known(name, POLICIES)
 
     @field_validator("preset")
     @classmethod
     def _known_preset(cls, name: str) -> str:
-        return _one_of(name, PRESETS)
+        return _known(name, PRESETS)
 
     def contract_table(self) -> dict[str, Contract]:
         """The contracts as the ledger takes them, by name."""
@@ -234,63 +234,74 @@ def _dangling(config: Config) -> list[str]:
     return problems
 
 
-def _one_of(name: str, known: Mapping[str, Any]) -> str:
+def _known(name: str, known: Mapping[str, Any]) -> str:
     if name not in known:
-        raise ValueError(f"expected one of: {', '.join(known)}")
+        raise ValueError("unknown")
     return name
 
 
+#: What is expected where; ``*`` stands for a name or a number in a list.
+_EXPECTED: Mapping[str, str] = {
+    "policy": f"one of: {', '.join(POLICIES)}",
+    "preset": f"one of: {', '.join(PRESETS)}",
+    "contracts": "a mapping of names to {refill_rate, burst}, at least one",
+    "contracts.*": "a mapping with the keys: refill_rate, burst",
+    "contracts.*.refill_rate": "a number greater than 0 (blocks per second)",
+    "contracts.*.burst": "a number of at least 0 (blocks)",
+    "groups": "a mapping of names to {contract, keys}, at least one",
+    "groups.*": "a mapping with the keys: contract, keys",
+    "groups.*.contract": "the name of a contract",
+    "groups.*.keys": "a list of API keys",
+    "groups.*.keys.*": "an API key: a string, or a mapping with one of value, env",
+    "groups.*.keys.*.value": "a non-empty string",
+    "groups.*.keys.*.env": "the name of an environment variable",
+    "groups.*.keys.*.contract": "the name of a contract",
+    "default_group": "the name of a group",
+    "allow_anonymous": "true or false",
+    "namespace_secret": "a string, or a mapping with one of value, env",
+    "namespace_secret.value": "a non-empty string",
+    "namespace_secret.env": "the name of an environment variable",
+    "max_body_bytes": "a whole number greater than 0 (bytes)",
+}
+
 _SECTIONS: Mapping[str, type[BaseModel]] = {
-    "contracts": ContractSection,
-    "groups": GroupSection,
-    "keys": ApiKey,
+    "": Config,
+    "contracts.*": ContractSection,
+    "groups.*": GroupSection,
+    "groups.*.keys.*": ApiKey,
     "namespace_secret": Secret,
 }
 
-_EXPECTED: Mapping[str, str] = {
-    "contracts": "a mapping of names to {refill_rate, burst}, at least one",
-    "groups": "a mapping of names to {contract, keys}, at least one",
-    "keys": "a list of API keys (strings, or mappings with value or env, and contract)",
-    "refill_rate": "a number greater than 0 (blocks per second)",
-    "burst": "a number of at least 0 (blocks)",
-    "contract": "the name of a contract",
-    "default_group": "the name of a group",
-    "allow_anonymous": "true or false",
-    "max_body_bytes": "a whole number greater than 0 (bytes)",
-    "policy": f"one of: {', '.join(POLICIES)}",
-    "preset": f"one of: {', '.join(PRESETS)}",
-    "value": "a non-empty string",
-    "env": "the name of an environment variable",
-    "namespace_secret": "a string, or a mapping with one of value, env",
-}
+_NAME_RULE = (
+    "letters, digits, '_', '.', '-', at most 64, beginning with a letter or a digit "
+    "(a name that is a number goes in quotes)"
+)
 
 
 def _describe(item: Any) -> str:
     """One pydantic error as ``key.path: found X, expected Y``."""
     location = [str(part) for part in item["loc"]]
-    if location and location[-1] == "[key]":  # an invalid mapping key: show the key itself
-        name = location[-2]
-        return (
-            f"{'.'.join(location[:-1])}: found the name {name!r}, expected letters, digits, "
-            "'_', '.', '-', at most 64, beginning with a letter or a digit"
-        )
+    if location[-1] == "[key]":
+        return f"{'.'.join(location[:-1])}: found the name {item['input']!r}, expected {_NAME_RULE}"
     where = ".".join(location)
-    field = next((part for part in reversed(location) if not part.isdigit()), "")
+    kind = _kind_of_place(location)
     if item["type"] == "missing":
-        return f"{where}: missing, expected {_EXPECTED[field]}"
+        return f"{where}: missing, expected {_EXPECTED[kind]}"
     if item["type"] == "extra_forbidden":
-        section = next((_SECTIONS[p] for p in reversed(location[:-1]) if p in _SECTIONS), Config)
+        section = _SECTIONS[_kind_of_place(location[:-1])]
         return f"{where}: unknown key, expected one of: {_keys(section)}"
-    secret = "keys" in location or "namespace_secret" in location
-    if secret and field in {"keys", "value", "namespace_secret"}:
-        found = _kind(item["input"])
-    else:
-        found = repr(item["input"]) if not isinstance(item["input"], dict | list) else _kind(item["input"])
-    expected = _EXPECTED.get(field, "a mapping")
-    if location[-1:] == [field] or location[-1].isdigit():
-        in_mapping = len(location) == 2 and location[0] in ("contracts", "groups")
-        expected = _EXPECTED[location[0]] if in_mapping and field not in _EXPECTED else expected
-    return f"{where}: found {found}, expected {expected}"
+    value = item["input"]
+    secret = "keys" in kind or "secret" in kind
+    found = _kind(value) if secret or isinstance(value, dict | list) else repr(value)
+    return f"{where}: found {found}, expected {_EXPECTED[kind]}"
+
+
+def _kind_of_place(location: list[str]) -> str:
+    """A place with its names and numbers as ``*``."""
+    names = {1} if location and location[0] in ("contracts", "groups") else set()
+    if location[:1] == ["groups"]:
+        names.add(3)
+    return ".".join("*" if i in names else part for i, part in enumerate(location))
 
 
 def _keys(section: type[BaseModel]) -> str:

@@ -27,10 +27,12 @@ class PolicyDriver:
     """One policy over one vLLM block pool. Single-threaded, as vLLM's scheduler is."""
 
     def __init__(
-        self, policy: Policy, default: Identity, clock: Callable[[], float] = time.monotonic
+        self, policy: Policy, default: Identity, clock: Callable[[], float] | None = None
     ) -> None:
+        """``clock``: seconds, monotonic; by default those since now, small enough to be exact."""
+        started = time.monotonic()
         self.policy = policy
-        self.clock = clock
+        self.clock = clock or (lambda: time.monotonic() - started)
         self.default = default
         """Who pays for what no request is known to have caused."""
         self.failed = False
