@@ -1,11 +1,11 @@
-"""A naive model of serial replay: policy.md sections 2 to 6 and 10 read aloud, in exact fractions.
+"""A naive model of serial replay: the paper's policy read aloud, in exact fractions.
 
 It scans everything, shares no code with the package, and is the reference for its results.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction as F
+from fractions import Fraction
 
 PROBATIONARY, NORMAL, REUSE = range(3)
 LABELS = ("probationary", "normal", "reuse")
@@ -22,7 +22,9 @@ class NaiveBlock:
 class NaiveReplay:
     def __init__(self, contracts, blocks, block_size, groups, policy="shield"):
         """contracts: name → (refill rate, burst), blocks per second and blocks."""
-        self.contracts = {n: (F(rate), F(burst)) for n, (rate, burst) in contracts.items()}
+        self.contracts = {
+            n: (Fraction(rate), Fraction(burst)) for n, (rate, burst) in contracts.items()
+        }
         self.lowest_rate = min(rate for rate, _ in self.contracts.values())
         self.size, self.block_size, self.policy = blocks, block_size, policy
         self.history_limit = max(1, 4 * blocks // len(groups))
@@ -51,7 +53,7 @@ class NaiveReplay:
         candidates = list(candidates)
         groups = {b.group for b in candidates}
         p = {
-            g: sum((d / self.weight(c) for c, d in self.deficits(g, t).items()), F(0))
+            g: sum((d / self.weight(c) for c, d in self.deficits(g, t).items()), Fraction(0))
             for g in groups
         }
         for _ in range(count):
@@ -64,7 +66,7 @@ class NaiveReplay:
                 victim = min(choices, key=lambda b: (b.retention, b.age))
                 if owing:
                     step = 1 / max(self.weight(c) for c in self.deficits(victim.group, t))
-                    p[victim.group] = max(F(0), p[victim.group] - step)
+                    p[victim.group] = max(Fraction(0), p[victim.group] - step)
             else:
                 victim = min(choices, key=lambda b: b.age)
             candidates.remove(victim)
@@ -75,7 +77,7 @@ class NaiveReplay:
         if len(ids) > self.size:
             self.rejected += 1
             return
-        t = F(t_ms) / 1000
+        t = Fraction(t_ms) / 1000
         hits = []
         for key in ids[: (tokens - 1) // self.block_size]:
             found = [b for b in self.resident if (b.group, b.key) == (group, key)]

@@ -70,7 +70,9 @@ def test_replay_prints_one_json_object_and_writes_the_event_log(files, tmp_path)
         {"owner": "a", "causer": "b", "blocks": 1},
         {"owner": "b", "causer": "a", "blocks": 1},
     ]
-    assert "1 requests are larger than the pool of 4 blocks and were skipped (lines 4)" in done.stderr
+    assert (
+        "1 requests are larger than the pool of 4 blocks and were skipped (lines 4)" in done.stderr
+    )
     log = [json.loads(line) for line in events.read_text().splitlines()]
     assert log[-3:] == [
         {"t": 0.0, "event": "promote", "group": "a", "block": 1, "class": "reuse", "by": "a"},
@@ -125,9 +127,7 @@ def test_an_unknown_contract_in_a_trace_names_file_and_line(files, tmp_path):
     events.write_text("kept")
     done = replay((trace, config), "--events", events)
     assert done.returncode == 1
-    assert done.stderr.strip() == (
-        f"{trace}: line 1: contract: found 'gold', expected one of: std"
-    )
+    assert done.stderr.strip() == (f"{trace}: line 1: contract: found 'gold', expected one of: std")
     assert events.read_text() == "kept"
 
 
@@ -143,11 +143,23 @@ def test_an_empty_trace_has_no_requests(files, tmp_path):
     ("arguments", "message"),
     [
         (["--config", "gone.yaml"], "gone.yaml: cannot be read: No such file or directory"),
-        (["--config", "tenants.yaml"], "groups.a.keys.0.env: found 'NOT_SET_ANYWHERE', which is not set"),
-        (["--config", "ok.yaml", "--api-key", "x"], "--api-key: not with prefixshield serve: API keys belong in"),
-        (["--config", "ok.yaml", "--scheduler_cls=x"], "--scheduler-cls: not with prefixshield serve"),
+        (
+            ["--config", "tenants.yaml"],
+            "groups.a.keys.0.env: found 'NOT_SET_ANYWHERE', which is not set",
+        ),
+        (
+            ["--config", "ok.yaml", "--api-key", "x"],
+            "--api-key: not with prefixshield serve: API keys belong in",
+        ),
+        (
+            ["--config", "ok.yaml", "--scheduler_cls=x"],
+            "--scheduler-cls: not with prefixshield serve",
+        ),
         (["--config", "ok.yaml", "--grpc"], "--grpc: not with prefixshield serve: gRPC bypasses"),
-        (["--config", "ok.yaml", "--additional-config", "[1]"], "--additional-config: found '[1]', expected a JSON object"),
+        (
+            ["--config", "ok.yaml", "--additional-config", "[1]"],
+            "--additional-config: found '[1]', expected a JSON object",
+        ),
     ],
 )
 def test_serve_refuses_before_it_starts_anything(files, tmp_path, arguments, message):

@@ -67,28 +67,100 @@ def test_a_secret_never_shows(load):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("refill_rate: 64", "refill_rate: 0", "contracts.gold.refill_rate: found 0, expected a number greater than 0 (blocks per second)"),
-        ("refill_rate: 64", "refill_rate: fast", "contracts.gold.refill_rate: found 'fast', expected a number greater than 0 (blocks per second)"),
-        ("refill_rate: 64", "refill_rate: .inf", "contracts.gold.refill_rate: found inf, expected a number greater than 0 (blocks per second)"),
-        ("refill_rate: 64", "refill_rate: true", "contracts.gold.refill_rate: found True, expected a number greater than 0 (blocks per second)"),
-        ("burst: 0}", "burst: -1}", "contracts.base.burst: found -1, expected a number of at least 0 (blocks)"),
-        ("refill_rate: 64, ", "", "contracts.gold.refill_rate: missing, expected a number greater than 0 (blocks per second)"),
-        ("burst: 0}", "bursts: 0, burst: 1}", "contracts.base.bursts: unknown key, expected one of: refill_rate, burst"),
+        (
+            "refill_rate: 64",
+            "refill_rate: 0",
+            "contracts.gold.refill_rate: found 0, expected a number greater than 0 (blocks per second)",
+        ),
+        (
+            "refill_rate: 64",
+            "refill_rate: fast",
+            "contracts.gold.refill_rate: found 'fast', expected a number greater than 0 (blocks per second)",
+        ),
+        (
+            "refill_rate: 64",
+            "refill_rate: .inf",
+            "contracts.gold.refill_rate: found inf, expected a number greater than 0 (blocks per second)",
+        ),
+        (
+            "refill_rate: 64",
+            "refill_rate: true",
+            "contracts.gold.refill_rate: found True, expected a number greater than 0 (blocks per second)",
+        ),
+        (
+            "burst: 0}",
+            "burst: -1}",
+            "contracts.base.burst: found -1, expected a number of at least 0 (blocks)",
+        ),
+        (
+            "refill_rate: 64, ",
+            "",
+            "contracts.gold.refill_rate: missing, expected a number greater than 0 (blocks per second)",
+        ),
+        (
+            "burst: 0}",
+            "bursts: 0, burst: 1}",
+            "contracts.base.bursts: unknown key, expected one of: refill_rate, burst",
+        ),
         ("policy: shield", "policy: fifo", "policy: found 'fifo', expected one of: lru, shield"),
-        ("preset: paper", "preset: strict", "preset: found 'strict', expected one of: default, paper"),
-        ("policy:", "polices:", "polices: unknown key, expected one of: policy, preset, contracts, groups, default_group, allow_anonymous, namespace_secret, max_body_bytes"),
-        ("bob: {contract: base}", "bob: {contract: silver}", "groups.bob.contract: found 'silver', expected one of contracts: gold, base"),
-        ("bob: {contract: base}", "bob: base", "groups.bob: found 'base', expected a mapping with the keys: contract, keys"),
-        ("gold: {refill_rate: 64, burst: 256}", "gold: [64, 256]", "contracts.gold: found a list, expected a mapping with the keys: refill_rate, burst"),
-        ("contract: base}]", "contract: silver}]", "groups.alice.keys.2.contract: found 'silver', expected one of contracts: gold, base"),
-        ("keys: [sk-alice", "keys: [{contract: base}", "groups.alice.keys.0: found a mapping, expected an API key: a string, or a mapping with one of value, env"),
-        ("keys: [sk-alice", "keys: [''", "groups.alice.keys.0.value: found a string, expected a non-empty string"),
-        ("keys: [sk-alice", "keys: [{file: x}", "groups.alice.keys.0.file: unknown key, expected one of: value, env, contract"),
-        ("default_group: bob", "default_group: eve", "default_group: found 'eve', expected one of groups: alice, bob"),
+        (
+            "preset: paper",
+            "preset: strict",
+            "preset: found 'strict', expected one of: default, paper",
+        ),
+        (
+            "policy:",
+            "polices:",
+            "polices: unknown key, expected one of: policy, preset, contracts, groups, default_group, allow_anonymous, namespace_secret, max_body_bytes",
+        ),
+        (
+            "bob: {contract: base}",
+            "bob: {contract: silver}",
+            "groups.bob.contract: found 'silver', expected one of contracts: gold, base",
+        ),
+        (
+            "bob: {contract: base}",
+            "bob: base",
+            "groups.bob: found 'base', expected a mapping with the keys: contract, keys",
+        ),
+        (
+            "gold: {refill_rate: 64, burst: 256}",
+            "gold: [64, 256]",
+            "contracts.gold: found a list, expected a mapping with the keys: refill_rate, burst",
+        ),
+        (
+            "contract: base}]",
+            "contract: silver}]",
+            "groups.alice.keys.2.contract: found 'silver', expected one of contracts: gold, base",
+        ),
+        (
+            "keys: [sk-alice",
+            "keys: [{contract: base}",
+            "groups.alice.keys.0: found a mapping, expected an API key: a string, or a mapping with one of value, env",
+        ),
+        (
+            "keys: [sk-alice",
+            "keys: [''",
+            "groups.alice.keys.0.value: found a string, expected a non-empty string",
+        ),
+        (
+            "keys: [sk-alice",
+            "keys: [{file: x}",
+            "groups.alice.keys.0.file: unknown key, expected one of: value, env, contract",
+        ),
+        (
+            "default_group: bob",
+            "default_group: eve",
+            "default_group: found 'eve', expected one of groups: alice, bob",
+        ),
         ("default_group: bob", "", "default_group: missing, expected the name of a group"),
         ("bob: {", "'b b': {", "groups.b b: found the name 'b b', expected " + RULE),
         ("bob: {", "1: {", "groups.1: found the name 1, expected " + RULE),
-        ("default_group: bob", "default_group: bob\nallow_anonymous: 1", "allow_anonymous: found 1, expected true or false"),
+        (
+            "default_group: bob",
+            "default_group: bob\nallow_anonymous: 1",
+            "allow_anonymous: found 1, expected true or false",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_what_was_found_and_expected(load, old, new, message):
@@ -109,7 +181,10 @@ def test_every_mistake_of_a_file_is_told_at_once(load):
         ("a: [", "not valid YAML: "),
         ("a: 1\na: 2", "the key 'a' is given twice"),
         ("{[1]: 2}", "not valid YAML: "),
-        ("contracts: {}\ngroups: {}\ndefault_group: x", "contracts: found a mapping, expected a mapping of names to {refill_rate, burst}, at least one"),
+        (
+            "contracts: {}\ngroups: {}\ndefault_group: x",
+            "contracts: found a mapping, expected a mapping of names to {refill_rate, burst}, at least one",
+        ),
     ],
 )
 def test_files_that_are_no_configuration(load, text, message):
@@ -129,10 +204,14 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_keys_that_are_missing_or_given_twice(load, monkeypatch):
     config = load(GOOD)
     monkeypatch.delenv("ALICE_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"f: groups\.alice\.keys\.1\.env: found 'ALICE_KEY', which is not set"):
+    with pytest.raises(
+        ConfigError, match=r"f: groups\.alice\.keys\.1\.env: found 'ALICE_KEY', which is not set"
+    ):
         resolve_keys(config, "f")
     monkeypatch.setenv("ALICE_KEY", "sk-batch")
-    with pytest.raises(ConfigError, match=r"groups\.alice\.keys\.2: found the same key as groups\.alice\.keys\.1"):
+    with pytest.raises(
+        ConfigError, match=r"groups\.alice\.keys\.2: found the same key as groups\.alice\.keys\.1"
+    ):
         resolve_keys(config, "f")
 
 

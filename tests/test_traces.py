@@ -12,7 +12,9 @@ GOOD = {"timestamp": 5, "input_length": 9, "output_length": 1, "hash_ids": [1, 2
 
 
 def write(path, *lines):
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    )
     return path
 
 
@@ -47,19 +49,40 @@ def test_a_last_partly_filled_block_may_have_an_id(tmp_path):
         ("{", "line 2: not valid JSON"),
         ("[" * 100_000, "line 2: not valid JSON"),
         ("[1]", "line 2: line: found [1], expected a JSON object"),
-        ({**GOOD, "timestamp": -1}, "line 2: timestamp: found -1, expected a number of at least 0 (milliseconds)"),
+        (
+            {**GOOD, "timestamp": -1},
+            "line 2: timestamp: found -1, expected a number of at least 0 (milliseconds)",
+        ),
         ('{"timestamp": NaN}', "line 2: timestamp: found nan, expected a number of at least 0"),
         ({**GOOD, "timestamp": True}, "line 2: timestamp: found True, expected a number"),
         ({"timestamp": 1}, "line 2: input_length: missing, expected a whole number"),
         ({"input_length": 1}, "line 2: timestamp: missing, expected milliseconds"),
-        ({**GOOD, "input_length": 0}, "line 2: input_length: found 0, expected a whole number of at least 1"),
+        (
+            {**GOOD, "input_length": 0},
+            "line 2: input_length: found 0, expected a whole number of at least 1",
+        ),
         ({**GOOD, "input_length": 9.0}, "line 2: input_length: found 9.0, expected a whole number"),
-        ({**GOOD, "output_length": -1}, "line 2: output_length: found -1, expected a whole number of at least 0"),
-        ({"timestamp": 1, "input_length": 9}, "line 2: hash_ids: missing, expected a list of numbers"),
-        ({**GOOD, "hash_ids": "12"}, "line 2: hash_ids: found '12', expected a list of whole numbers"),
-        ({**GOOD, "hash_ids": [1, "2"]}, "line 2: hash_ids: found [1, '2'], expected a list of whole numbers"),
+        (
+            {**GOOD, "output_length": -1},
+            "line 2: output_length: found -1, expected a whole number of at least 0",
+        ),
+        (
+            {"timestamp": 1, "input_length": 9},
+            "line 2: hash_ids: missing, expected a list of numbers",
+        ),
+        (
+            {**GOOD, "hash_ids": "12"},
+            "line 2: hash_ids: found '12', expected a list of whole numbers",
+        ),
+        (
+            {**GOOD, "hash_ids": [1, "2"]},
+            "line 2: hash_ids: found [1, '2'], expected a list of whole numbers",
+        ),
         ({**GOOD, "hash_ids": [1, 1]}, "line 2: hash_ids: found [1, 1], expected every id once"),
-        ({**GOOD, "hash_ids": [1]}, "line 2: hash_ids: found '1 ids', expected 2 ids, one per full block of 4 tokens"),
+        (
+            {**GOOD, "hash_ids": [1]},
+            "line 2: hash_ids: found '1 ids', expected 2 ids, one per full block of 4 tokens",
+        ),
         ({**GOOD, "group": 3}, "line 2: group: found 3, expected a non-empty string"),
         ({**GOOD, "group": ""}, "line 2: group: found '', expected a non-empty string"),
     ],

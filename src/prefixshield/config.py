@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import yaml
 from pydantic import (
@@ -35,14 +35,14 @@ class _Section(BaseModel):
 
 
 class ContractSection(_Section):
-    """A creation entitlement (policy section 2)."""
+    """A creation entitlement (policy.md section 2)."""
 
     refill_rate: float = Field(gt=0, description="blocks per second")
     burst: float = Field(ge=0, description="blocks")
 
 
 class Secret(_Section):
-    """A secret string: given as ``value``, or as ``env``, the environment variable that holds it."""
+    """A secret string: given as ``value``, or as ``env``, an environment variable's name."""
 
     value: Annotated[str, StringConstraints(min_length=1)] | None = Field(default=None, repr=False)
     env: Annotated[str, StringConstraints(min_length=1)] | None = None
@@ -151,14 +151,16 @@ def load_config(path: Path | str) -> Config:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {_reason(error)}") from None
     try:
-        data = yaml.load(text, Loader=_UniqueKeyLoader)  # noqa: S506 - derives from SafeLoader
+        data = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     if not isinstance(data, dict):
         found = "an empty file" if data is None else _kind(data)
-        raise ConfigError(f"{path}: found {found}, expected a mapping with the keys: {_keys(Config)}")
+        raise ConfigError(
+            f"{path}: found {found}, expected a mapping with the keys: {_keys(Config)}"
+        )
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -222,7 +224,9 @@ def _dangling(config: Config) -> list[str]:
 
     def check(place: str, name: str, known: Mapping[str, Any], section: str) -> None:
         if name not in known:
-            problems.append(f"{place}: found {name!r}, expected one of {section}: {', '.join(known)}")
+            problems.append(
+                f"{place}: found {name!r}, expected one of {section}: {', '.join(known)}"
+            )
 
     check("default_group", config.default_group, config.groups, "groups")
     for group, section in config.groups.items():
@@ -324,7 +328,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, Any]:
     seen: set[Hashable] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node)
         if not isinstance(key, Hashable) or key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {key!r} is given twice", key_node.start_mark

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from invariants import assert_bounded, expected_victims
+
 from prefixshield.core.ledger import EPSILON, Contract
 from prefixshield.core.retention import RetentionClass
 from prefixshield.policies import POLICIES, PolicySetup, build_policy
@@ -180,3 +180,13 @@ def test_of_two_groups_alike_the_one_that_owes_more_pays_first(count):
         policy.release([block, block + 6])
     victims = policy.evict(count, Access("c", "base", 99, 0.0))
     assert victims == list(range(6, 6 + count))
+
+
+def test_only_another_requests_hit_is_evidence():
+    """A preempted request that comes back to its own blocks proves nothing (section 5)."""
+    policy = build("shield", 4)
+    policy.materialise([0], ["x"], Access("a", "gold", "first", 0.0))
+    assert policy.hit([0], Access("a", "gold", "first", 1.0)) == []
+    assert policy.retention_class(0) is RetentionClass.PROBATIONARY
+    assert policy.hit([0], Access("a", "gold", "second", 2.0)) == [0]
+    assert policy.retention_class(0) is RetentionClass.REUSE

@@ -161,7 +161,9 @@ class ControlPlane:
         scheduled = self.scheduler.schedule()
         ids = list(scheduled.num_scheduled_tokens)
         manager = self.scheduler.kv_cache_manager
-        self.block_tables.append({request_id: manager.get_block_ids(request_id) for request_id in ids})
+        self.block_tables.append(
+            {request_id: manager.get_block_ids(request_id) for request_id in ids}
+        )
         self.preemptions += len(scheduled.preempted_req_ids or ())
         sampled = []
         for request_id in ids:

@@ -80,7 +80,9 @@ def salts(tmp_path):
     path.write_text(CONFIG.format(policy="shield"))
     config = load_config(path)
     namespaces = Namespaces(config, namespace_secret(config, path))
-    return namespaces.token(Identity("victim", "big")), namespaces.token(Identity("attacker", "small"))
+    return namespaces.token(Identity("victim", "big")), namespaces.token(
+        Identity("attacker", "small")
+    )
 
 
 def mixed_prompts(tmp_path):
@@ -102,9 +104,7 @@ def mixed_prompts(tmp_path):
 
 def test_tokens_are_the_same_under_every_policy(engine, tmp_path):
     prompts = mixed_prompts(tmp_path)
-    parameters = SamplingParams(
-        max_tokens=40, ignore_eos=True, detokenize=False, temperature=0.0
-    )
+    parameters = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, temperature=0.0)
     results = {}
     for name, how in (("native", NATIVE), ("lru", LRU), ("shield", SHIELD), ("async", ASYNC)):
         llm = engine(how, max_num_batched_tokens=512, max_num_seqs=8)

@@ -1,12 +1,10 @@
 """Invariants I1 to I7 on vLLM's real KV-cache manager and block pool, under random traffic."""
 
+from itertools import chain
+
 import pytest
 
 pytest.importorskip("vllm")
-
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from control_plane import (
     assert_pool_is_sound,
@@ -15,7 +13,11 @@ from control_plane import (
     make_request,
     shield_manager,
 )
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from invariants import assert_bounded, expected_victims
+
 from prefixshield.core.ledger import EPSILON, Contract
 from prefixshield.core.retention import RetentionClass
 from prefixshield.serving.namespace import Identity
@@ -77,14 +79,14 @@ class Traffic(RuleBasedStateMachine):
         """Lookup, then the first chunk, as the scheduler does."""
         blocks, hit, _ = self.manager.get_computed_blocks(request)
         group, _ = self.identity[request.request_id]
-        for block in sum(map(list, blocks.blocks), []):  # I7
+        for block in chain.from_iterable(blocks.blocks):  # I7
             assert block.is_null or self.driver.owner[block.block_id] == group
         owes = self.policy.ledger.raw_debt(group, self._accounting_time()) > EPSILON
         before = {b.block_id: self.policy.retention_class(b.block_id) for b in self.pool.blocks}
         count = min(chunk, request.num_tokens - hit)
         if not self._allocate(request, count, hit, blocks):
             return False
-        for block in sum(map(list, blocks.blocks), []):  # I2, and no proof by a resumed request
+        for block in chain.from_iterable(blocks.blocks):  # I2, and no proof by a resumed request
             promoted = (
                 before[block.block_id] != RetentionClass.REUSE
                 and self.policy.retention_class(block.block_id) == RetentionClass.REUSE
@@ -262,5 +264,7 @@ def test_a_lone_debtor_fills_the_pool_and_is_never_refused():
         assert manager.allocate_slots(request, 20) is not None
         manager.free(request)
     assert sum(owner == "a" for owner in driver.owner) == BLOCKS - 1
-    request = make_request("all", range(5000, 5000 + 4 * (BLOCKS - 1)), identity=Identity("a", "poor"))
+    request = make_request(
+        "all", range(5000, 5000 + 4 * (BLOCKS - 1)), identity=Identity("a", "poor")
+    )
     assert manager.allocate_slots(request, request.num_tokens) is not None

@@ -4,10 +4,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from control_plane import (
+    assert_pool_is_sound,
+    count_events,
+    make_manager,
+    make_request,
+    shield_manager,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane import assert_pool_is_sound, count_events, make_manager, make_request, shield_manager
 from prefixshield.core.ledger import Contract
 from prefixshield.serving.namespace import Identity
 

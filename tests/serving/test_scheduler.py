@@ -56,7 +56,9 @@ def plane(tiny_model, write_config):
 
     def build(num_blocks=65, policy="shield", **options):
         if policy is None:
-            return ControlPlane(Scheduler, engine_config(tiny_model, num_blocks, "", **options), num_blocks)
+            return ControlPlane(
+                Scheduler, engine_config(tiny_model, num_blocks, "", **options), num_blocks
+            )
         path = str(write_config(policy))
         config = engine_config(tiny_model, num_blocks, path, **options)
         return ControlPlane(build_scheduler, config, num_blocks)

@@ -2,8 +2,8 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from naive import NaiveReplay
+
 from prefixshield.config import Config, ContractSection, GroupSection
 from prefixshield.sim.replay import Replay
 from prefixshield.traces import TraceRequest

@@ -3,7 +3,7 @@
 Groups are ranked by the time at which their debt would clear if they owed under one contract,
 ``t + D̃_g(t) / ρ_min``. At one moment that order is the order of normalised debts; as time passes
 it stays the same for a group that owes under one contract, and only falls for one that owes under
-several (policy section 2). So a heap of such times, each true when it was entered, holds upper
+several (policy.md section 2). So a heap of such times, each true when it was entered, holds upper
 bounds: an entry is recomputed when it surfaces, and none is touched because time has passed.
 """
 
@@ -25,7 +25,7 @@ class Debtors:
         self._entered: dict[str, float] = {}  # group → its one valid clearance time in the heap
 
     def enter(self, group: str, t: float) -> None:
-        """Rank a group anew: its debt rose, or it has a candidate again. No-op if it owes nothing."""
+        """Rank a group anew: its debt rose, or it has a candidate again. It may owe nothing."""
         if self._ledger.normalised_debt(group, t) <= EPSILON:
             return
         clearance = self._ledger.clearance_rank(group, t)

@@ -1,4 +1,4 @@
-"""Admission history: which prefixes a group has had admitted before (policy section 4)."""
+"""Admission history: which prefixes a group has had admitted before (policy.md section 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger: one token bucket per (group, contract), denominated in blocks (policy section 2).
+"""The ledger: one token bucket per (group, contract), denominated in blocks (policy.md section 2).
 
 A bucket is stored as one number, ``full_at``: the accounting time in seconds at which it will be
 full again (the "theoretical arrival time" of the generic cell rate algorithm, ITU-T I.371).
@@ -113,6 +113,4 @@ class Ledger:
 
     def heaviest_debt_weight(self, group: str, t: float) -> float:
         """W_g(t): the largest weight among the group's contracts in debt; 1 when none is."""
-        return max(
-            (a.weight for a in self._of_group.get(group, ()) if a.in_debt(t)), default=1.0
-        )
+        return max((a.weight for a in self._of_group.get(group, ()) if a.in_debt(t)), default=1.0)

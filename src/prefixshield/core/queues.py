@@ -1,4 +1,4 @@
-"""Candidate queues: one per (group, retention class), each in native order (policy section 6).
+"""Candidate queues: one per (group, retention class), each in native order (policy.md section 6).
 
 Two questions are answered without looking at more than heads: the next victim inside one group,
 and the next victim over all groups. Per class, a heap holds the head of every group's queue. Its

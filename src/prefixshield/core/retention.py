@@ -1,4 +1,4 @@
-"""Retention classes: how well proven a cached block is (paper section III, policy section 4)."""
+"""Retention classes: how well proven a cached block is (paper section III, policy.md section 4)."""
 
 from enum import IntEnum
 

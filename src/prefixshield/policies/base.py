@@ -55,7 +55,7 @@ class Policy(ABC):
     def __init__(self, setup: PolicySetup) -> None:
         self.capacity_blocks = setup.capacity_blocks
 
-    def materialise(
+    def materialise(  # noqa: B027 - a policy may not care
         self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
     ) -> None:
         """Held blocks became cached under ``hashes``, caused by ``access``; charges them."""
@@ -97,7 +97,7 @@ class Policy(ABC):
         """The class of a cached block, or of one just evicted; None: the policy has no classes."""
         return None
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - a policy may have nothing to check
         """Assert that the policy's own state is consistent. For tests: may scan everything."""
 
     def _require(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""LRU: vLLM's own order (policy section 9), the baseline.
+"""LRU: vLLM's own order (policy.md section 9), the baseline.
 
 Source: vLLM's free-block queue; blocks released earlier go first, inside a request the tail
 first. No deviation: on vLLM's pool it evicts what the unmodified engine evicts.

@@ -33,7 +33,9 @@ class Shield(Policy):
         super().__init__(setup)
         shares = max(1, len(setup.groups))
         self.ledger = Ledger(setup.contracts)
-        self.history = AdmissionHistory(HISTORY_PREFIXES_PER_BLOCK * setup.capacity_blocks // shares)
+        self.history = AdmissionHistory(
+            HISTORY_PREFIXES_PER_BLOCK * setup.capacity_blocks // shares
+        )
         self._queues = CandidateQueues()
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
         # Per block, by index; None: not cached. Owner and maker are fixed for its cached life.
@@ -45,7 +47,7 @@ class Shield(Policy):
     def materialise(
         self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
     ) -> None:
-        """Charge the blocks, then classify them (policy sections 3 and 4)."""
+        """Charge the blocks, then classify them (policy.md sections 3 and 4)."""
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
         self.ledger.charge(account, len(blocks), t)
@@ -60,7 +62,7 @@ class Shield(Policy):
             self._prefix_id[block] = access.prefix_id
 
     def hit(self, blocks: Sequence[int], access: Access) -> list[int]:
-        """Promote what proven, debt-free reuse of the owner's own blocks earns (section 5)."""
+        """Promote what proven, debt-free reuse earns (policy.md section 5)."""
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
         if self.ledger.raw_debt(access.group, t) > EPSILON:
@@ -78,7 +80,7 @@ class Shield(Policy):
         return promoted
 
     def evict(self, count: int, access: Access) -> list[int]:
-        """Reclaim from the largest debtors first, then by class over all groups (section 6)."""
+        """Reclaim from the largest debtors first, then by class (policy.md section 6)."""
         self._require(count)
         t = self.ledger.now(access.time)
         victims: list[int] = []

@@ -75,7 +75,7 @@ class InvalidBody(Exception):  # noqa: N818 - an answer to the client, not an er
 
 
 def rewrite(body: bytes, path: str, identity: Identity, namespaces: Namespaces) -> bytes:
-    """The body to send to vLLM instead of the client's.
+    """The body to send to vLLM instead of the client's, with its tenant's ``cache_salt``.
 
     Raises:
         InvalidBody: it is no JSON object, or asks for something that is not allowed.
@@ -85,15 +85,34 @@ def rewrite(body: bytes, path: str, identity: Identity, namespaces: Namespaces) 
     for field, reason in _REFUSED.get(path, ()):
         if fields.get(field):
             raise InvalidBody(f"{field!r} is not allowed: {reason}.", field)
-    salt = _client_salt(fields.pop("cache_salt", None))
+    salt = _client_salt(fields.get("cache_salt"))
+    _attribute(fields, identity, namespaces)
+    fields.update(_FORCED.get(path, {}))
+    fields["cache_salt"] = namespaces.token(identity, salt)
+    return _serialise(fields)
+
+
+def clean(body: bytes, identity: Identity, namespaces: Namespaces) -> bytes:
+    """The same for an endpoint without engine requests: the client's ``cache_salt`` stays its own.
+
+    The render endpoints give it back to the client, for a request that will be rewritten.
+    """
+    fields = _parse(body)
+    _attribute(fields, identity, namespaces)
+    return _serialise(fields)
+
+
+def _attribute(fields: dict[str, Any], identity: Identity, namespaces: Namespaces) -> None:
+    """Remove what names another identity; make what the client named its group's own."""
     _remove(fields, _REMOVED)
     for names in _CONTAINERS:
-        _clean(_container(fields, names))
+        _clean_container(_container(fields, names))
     _scope_media(fields, identity, namespaces)
     if isinstance(request_id := fields.get("request_id"), str):
         fields["request_id"] = f"{request_id}-{request_tag(identity, namespaces)}"
-    fields.update(_FORCED.get(path, {}))
-    fields["cache_salt"] = namespaces.token(identity, salt)
+
+
+def _serialise(fields: dict[str, Any]) -> bytes:
     try:
         # Pure ASCII: escapes keep lone surrogates, which no encoding could.
         return json.dumps(fields, separators=(",", ":")).encode("ascii")
@@ -155,7 +174,7 @@ def _container(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]
     return found  # type: ignore[no-any-return]
 
 
-def _clean(container: dict[str, Any]) -> None:
+def _clean_container(container: dict[str, Any]) -> None:
     ours = {name for name in container if name.startswith("prefixshield")} - {PREFIX_ID_KEY}
     _remove(container, _REMOVED | {"cache_salt"} | ours)
 

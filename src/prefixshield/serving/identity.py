@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from prefixshield.config import Config, load_config, namespace_secret, resolve_keys
 from prefixshield.errors import ConfigError, IncompatibleEngineError, PrefixShieldError
-from prefixshield.serving.bodies import InvalidBody, request_tag, rewrite
+from prefixshield.serving.bodies import InvalidBody, clean, request_tag, rewrite
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
 from prefixshield.serving.wiring import SCHEDULER, config_path
@@ -169,7 +169,10 @@ class IdentityMiddleware:
         _require_json(headers)
         body = await _read(receive, headers, self._admission.config.max_body_bytes)
         try:
-            body = rewrite(body, path, identity, namespaces)
+            if access is Access.REWRITTEN:
+                body = rewrite(body, path, identity, namespaces)
+            else:
+                body = clean(body, identity, namespaces)
         except InvalidBody as error:
             raise Refusal(400, str(error), error.param) from None
         return {**scope, "headers": _resized(headers, len(body))}, _replay(body, receive)
@@ -322,7 +325,8 @@ async def _read(receive: Receive, headers: Headers, limit: int) -> bytes:
     """The whole body, however it is cut into messages; at most ``limit`` bytes."""
     too_large = Refusal(413, f"The body must be at most {limit} bytes.")
     for name, value in headers:
-        if name == b"content-length" and value.isdigit() and int(value) > limit:
+        declared = int(value[:20]) if name == b"content-length" and value.isdigit() else 0
+        if declared > limit:
             raise too_large
     body = bytearray()
     while True:

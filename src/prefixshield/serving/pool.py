@@ -8,7 +8,7 @@ each method calls vLLM's own and tells the driver. Every override has a row in `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -75,6 +75,7 @@ class ShieldBlockPool(BlockPool):
     """Tells the driver what is materialised, hit, invalidated and reset."""
 
     driver: PolicyDriver
+    free_block_queue: ShieldQueue
 
     def cache_full_blocks(
         self,
@@ -131,8 +132,10 @@ class ShieldBlockPool(BlockPool):
 class ShieldKVCacheManager(KVCacheManager):
     """Tells the driver for which request blocks are allocated, and what lookups found."""
 
+    block_pool: ShieldBlockPool
+
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-        driver: PolicyDriver = self.block_pool.driver
+        driver = self.block_pool.driver
         driver.current = _access(driver, request)
         driver.proves_reuse = request.num_preemptions == 0
         try:
@@ -144,7 +147,7 @@ class ShieldKVCacheManager(KVCacheManager):
         super().record_prefix_cache_stats(request, num_hits)
         # As vLLM counts: one that skips the lookup or comes back from preemption is no query.
         if self.prefix_cache_lookup_enabled(request) and request.num_preemptions == 0:
-            driver: PolicyDriver = self.block_pool.driver
+            driver = self.block_pool.driver
             group = _tag(driver, request).identity.group
             driver.counts["query_tokens", group] += request.num_tokens
             driver.counts["hit_tokens", group] += num_hits
@@ -194,9 +197,10 @@ def take_over(manager: KVCacheManager, driver: PolicyDriver) -> None:
             )
     if len(pool.cached_block_hash_to_block):
         raise IncompatibleEngineError("blocks are cached before the first request, expected none")
-    queue.driver = pool.driver = driver
-    queue.blocks = pool.blocks
-    queue.unhashed_at_the_end = set()
-    queue.__class__ = ShieldQueue
-    pool.__class__ = ShieldBlockPool
+    queue.__class__, pool.__class__ = ShieldQueue, ShieldBlockPool
     manager.__class__ = ShieldKVCacheManager
+    shield_pool = cast(ShieldBlockPool, pool)
+    shield_pool.driver = driver
+    shield_pool.free_block_queue.driver = driver
+    shield_pool.free_block_queue.blocks = pool.blocks
+    shield_pool.free_block_queue.unhashed_at_the_end = set()

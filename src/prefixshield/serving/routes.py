@@ -2,8 +2,9 @@
 
 An endpoint is listed when reading vLLM 0.32.0 showed that a top-level ``cache_salt`` reaches
 every engine request it makes (`Access.REWRITTEN`), or that it makes none and shows nothing of
-other tenants (`Access.KEYED`). Whatever is not listed is refused with 403, endpoints that later
-versions add included. Method and path must match exactly, as the router sees them.
+other tenants (`Access.CLEANED`, `Access.KEYED`). Whatever is not listed is refused with 403,
+endpoints that later versions add included. Method and path must match exactly, as the router
+sees them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Access(Enum):
 
     OPEN = auto()  # nothing: health checks and metrics
     KEYED = auto()  # an API key
+    CLEANED = auto()  # an API key, and a JSON body that names nothing of other tenants
     REWRITTEN = auto()  # an API key, and a JSON body that gets the tenant's cache_salt
 
 
@@ -32,9 +34,10 @@ _OPEN = (
     ("GET", "/metrics/"),  # vLLM mounts the Prometheus application under both
 )
 
-_KEYED = (
-    ("GET", "/v1/models"),
-    # Tokenizer and chat template only; these run past the multimodal cache as well.
+_KEYED = (("GET", "/v1/models"),)
+
+# Chat template and tokenizer only. They do read vLLM's media caches, by names that clients give.
+_CLEANED = (
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("POST", "/v1/messages/count_tokens"),
@@ -66,6 +69,7 @@ _REWRITTEN = (
 ROUTES: Mapping[tuple[str, str], Access] = {
     **dict.fromkeys(_OPEN, Access.OPEN),
     **dict.fromkeys(_KEYED, Access.KEYED),
+    **dict.fromkeys(_CLEANED, Access.CLEANED),
     **dict.fromkeys(_REWRITTEN, Access.REWRITTEN),
 }
 

@@ -54,9 +54,7 @@ def build_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
             "expected on: there is no cache to protect"
         )
     chosen = (
-        ShieldAsyncScheduler
-        if vllm_config.scheduler_config.async_scheduling
-        else ShieldScheduler
+        ShieldAsyncScheduler if vllm_config.scheduler_config.async_scheduling else ShieldScheduler
     )
     return chosen(vllm_config=vllm_config, **arguments)
 

@@ -1,6 +1,6 @@
 """Serial replay: a trace through one pool, each request handled whole before the next.
 
-The interface that makes policies comparable (policy section 10): lookup in the request's own
+The interface that makes policies comparable (policy.md section 10): lookup in the request's own
 namespace, hits, allocation with eviction, charge and classification, release in reverse order.
 """
 
@@ -74,7 +74,9 @@ class ReplayResult:
 class Replay:
     """One policy over one simulated pool, fed with requests."""
 
-    def __init__(self, config: Config, capacity_blocks: int, block_size: int, groups: Sequence[str]):
+    def __init__(
+        self, config: Config, capacity_blocks: int, block_size: int, groups: Sequence[str]
+    ):
         """``groups``: every group that the requests will name."""
         self._config = config
         self._block_size = block_size
@@ -131,6 +133,7 @@ class Replay:
             tally.blocks_hit += len(hits)
 
         if log is not None:
+
             def emit(event: str, owner: str, block_hash: Any, label: str | None) -> None:
                 log(
                     {
@@ -159,9 +162,7 @@ class Replay:
                 f"line {request.line}: contract: found {contract!r}, "
                 f"expected one of: {', '.join(self._config.contracts)}"
             )
-        return Access(
-            group, contract, request.line, request.timestamp_ms / 1000, request.prefix_id
-        )
+        return Access(group, contract, request.line, request.timestamp_ms / 1000, request.prefix_id)
 
     def _label(self, block: int) -> str | None:
         retention = self.policy.retention_class(block)

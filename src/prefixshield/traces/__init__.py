@@ -1,4 +1,4 @@
-"""Request traces in the serial-replay format (policy section 10)."""
+"""Request traces in the serial-replay format (policy.md section 10)."""
 
 from prefixshield.traces.reader import TraceRequest, read_trace
 

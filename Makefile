@@ -1,0 +1,34 @@
+# One command each, the same here and in CI. Everything runs in .venv, which `make setup` makes;
+# PYTHON chooses the Python that it is made with.
+
+PYTHON ?= python3
+VENV := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test lint clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile | expand -t 16
+
+setup: ## make .venv: vLLM's CPU build, this package, the tools (1-2 minutes, once)
+	@$(PYTHON) scripts/setup_venv
+
+demo: setup ## an attacker against a victim, on vLLM without and with PrefixShield
+	@$(VENV)/python -m demo
+
+serve: setup ## the demo's server with PrefixShield, until Ctrl-C (PORT=8000)
+	@$(VENV)/python -m demo.serve $(if $(PORT),--port $(PORT))
+
+test: setup ## all tests
+	@$(VENV)/python -m pytest
+
+lint: setup ## style and types
+	@$(VENV)/ruff check . scripts/setup_venv
+	@$(VENV)/ruff format --check . scripts/setup_venv
+	@$(VENV)/mypy
+	@$(VENV)/mypy -p demo
+
+clean: ## remove .venv and everything else that was generated
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo/model demo/logs demo/report.json demo/report.png
+	find . -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

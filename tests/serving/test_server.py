@@ -1,0 +1,126 @@
+"""The whole server over HTTP: metrics, the line in the log, and a policy with a bug."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm")
+
+pytestmark = pytest.mark.engine
+
+CONFIG = """
+contracts:
+  big: {refill_rate: 1000, burst: 1000}
+  small: {refill_rate: 0.5, burst: 8}
+groups:
+  victim: {contract: big, keys: [sk-victim]}
+  attacker: {contract: small, keys: [sk-attacker]}
+default_group: attacker
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "tenants.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def complete(server, key, tokens):
+    """Cached tokens of one completion."""
+    answer = httpx.post(
+        f"{server.base_url}/v1/completions",
+        headers={"Authorization": f"Bearer {key}"},
+        json={"model": "tiny", "prompt": tokens, "max_tokens": 1},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    details = answer.json()["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"] if details else 0
+
+
+def metrics(server):
+    """Our metrics by name and labels (without model and engine)."""
+    found = {}
+    for line in httpx.get(f"{server.base_url}/metrics").text.splitlines():
+        match = re.fullmatch(r"(prefixshield_\w+_total)\{(.*)\} (\S+)", line)
+        if match:
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
+            assert labels.pop("engine") == "0"
+            assert labels.pop("model_name")
+            found[match[1], *labels.items()] = float(match[3])
+    return found
+
+
+def flood(server):
+    """Unseen prompts of 50 blocks, enough to turn over a pool of 64; every one is answered."""
+    for number in range(8):
+        start = 5 + 200 * number
+        assert complete(server, "sk-attacker", [start + i % 199 for i in range(1600)]) == 0
+
+
+def test_metrics_count_blocks_and_tokens_by_group(start_server, tiny_model, config):
+    server = start_server(tiny_model, config, ["--num-gpu-blocks-override", "65"])
+    assert re.search(r"PrefixShield \S+ is active: policy shield", server.log_path.read_text())
+    hot = list(range(5, 5 + 320 + 1))
+    assert complete(server, "sk-victim", hot) == 0
+    assert complete(server, "sk-victim", hot) == 320
+    flood(server)
+    assert complete(server, "sk-victim", hot) == 320, "the flood did not reach it"
+
+    found = metrics(server)
+    group = {name: ("group", name) for name in ("victim", "attacker")}
+    assert found["prefixshield_materialised_blocks_total", group["victim"]] == 10
+    assert found["prefixshield_promoted_blocks_total", group["victim"]] == 10
+    assert found["prefixshield_query_tokens_total", group["victim"]] == 3 * 321
+    assert found["prefixshield_hit_tokens_total", group["victim"]] == 2 * 320
+    assert found["prefixshield_materialised_blocks_total", group["attacker"]] == 8 * 50
+    evicted = [key[1:] for key in found if key[0] == "prefixshield_evicted_blocks_total"]
+    assert {dict(labels)["owner"] for labels in evicted} == {"attacker"}
+    assert "prefixshield_policy_failures_total" not in {key[0] for key in found}
+
+
+def test_a_policy_that_raises_does_not_stop_the_server(start_server, tiny_model, config):
+    faulty = str(Path(__file__).with_name("faulty_policy"))
+    server = start_server(
+        tiny_model, config, ["--num-gpu-blocks-override", "65"], env={"PYTHONPATH": faulty}
+    )
+    flood(server)
+    hot = list(range(5, 5 + 321))
+    complete(server, "sk-victim", hot)
+    assert complete(server, "sk-victim", hot) == 320, "native order still caches"
+    assert server.process.poll() is None
+    found = metrics(server)
+    assert found["prefixshield_policy_failures_total",] == 1
+    assert found["prefixshield_fallbacks_total",] >= 7
+    log = server.log_path.read_text()
+    assert log.count("eviction is in native order until the prefix cache is reset") == 1
+    assert "ZeroDivisionError: injected by a test" in log
+
+
+def test_prefixshield_serve_starts_what_the_plain_options_start(config, tmp_path, monkeypatch):
+    """Only the command line: the server itself is the same as in the other tests."""
+    code = (
+        "import os; os.execv = lambda path, command: print(*command, sep='\\n'); "
+        "from prefixshield.cli import main; main()"
+    )
+    more = ["--additional-config", '{"mine": 1}', "--max-model-len", "2048", "-tp", "1"]
+    run = subprocess.run(
+        [sys.executable, "-c", code, "serve", "some/model", "--config", str(config), *more],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command = run.stdout.splitlines()
+    assert command[1:3] in (["serve", "some/model"], ["-m", "vllm.entrypoints.openai.api_server"])
+    assert "some/model" in command
+    assert "--scheduler-cls=prefixshield.serving.scheduler.build_scheduler" in command
+    assert "--middleware=prefixshield.serving.identity.IdentityMiddleware" in command
+    additional = next(word for word in command if word.startswith("--additional-config="))
+    assert json.loads(additional.partition("=")[2]) == {"mine": 1, "prefixshield": str(config)}
+    assert command[-4:] == ["--max-model-len", "2048", "-tp", "1"]
