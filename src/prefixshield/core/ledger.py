@@ -66,13 +66,14 @@ class Ledger:
         self._lowest_rate = min(terms.refill_rate for terms in contracts.values())
         self._accounts: dict[tuple[str, str], Account] = {}
         self._of_group: dict[str, list[Account]] = {}
-        self._now = -math.inf
+        self.time = -math.inf
+        """The latest accounting time seen."""
 
     def now(self, t: float) -> float:
         """The accounting time for a caller's clock reading ``t``."""
-        if t > self._now:
-            self._now = t
-        return self._now
+        if t > self.time:
+            self.time = t
+        return self.time
 
     def account(self, group: str, contract: str) -> Account:
         """The account of (group, contract), opened full at first sight.

@@ -123,7 +123,7 @@ class Shield(Policy):
             self._queues.append(block, group, self._class[block])
             groups.add(group)
         for group in groups:
-            self._debtors.enter(group, self.ledger.now(float("-inf")))
+            self._debtors.enter(group, self.ledger.time)
 
     def forget(self, block: int) -> None:
         self.hold([block])
