@@ -1,73 +1,17 @@
-"""The real vLLM server as a fixture: a tiny model on the CPU, started once per set of options."""
+"""Fixtures that start the real vLLM server on a tiny model, and end it with the session."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import vllm_server
+from vllm_server import Server
 
 from prefixshield.serving.tiny_model import write_tiny_model
-from prefixshield.serving.wiring import CONFIG_KEY, MIDDLEWARE, SCHEDULER
-
-#: Seconds until a server that does not answer counts as hung; it takes about 20 on two cores.
-START_TIMEOUT_S = 300
-
-BLOCK_SIZE = 32
-
-_OPTIONS = (
-    *("--served-model-name", "tiny"),
-    *("--load-format", "dummy"),
-    *("--dtype", "float32"),
-    *("--host", "127.0.0.1"),
-    *("--max-model-len", "2048"),
-    *("--block-size", str(BLOCK_SIZE)),
-    *("--num-gpu-blocks-override", "512"),
-    "--enforce-eager",
-    "--enable-prompt-tokens-details",
-    "--disable-uvicorn-access-log",  # it would bury what matters in the log
-)
-
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running vLLM server."""
-
-    base_url: str
-    log_path: Path
-    process: subprocess.Popen[bytes]
-
-    def log_tail(self, lines: int = 60) -> str:
-        """The end of the server's log."""
-        text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
-
 
 StartServer = Callable[..., Server]
-
-
-def shield_options(config: Path) -> list[str]:
-    """The options that switch PrefixShield on."""
-    return [
-        *("--scheduler-cls", SCHEDULER),
-        *("--middleware", MIDDLEWARE),
-        *("--additional-config", json.dumps({CONFIG_KEY: str(config)})),
-    ]
 
 
 @pytest.fixture(scope="session")
@@ -94,30 +38,14 @@ def launch_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> Server:
-        port = _free_port()
         log_path = tmp_path_factory.mktemp("server") / "server.log"
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--port", str(port)),
-            *_OPTIONS,
-            *(shield_options(config) if config is not None else ()),
-            *extra_args,
-        ]
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **_ENVIRONMENT, **(env or {})},
-                start_new_session=True,  # a process group of its own, for _stop
-            )
-        server = Server(f"http://127.0.0.1:{port}", log_path, process)
+        server = vllm_server.launch(model, log_path, config, extra_args, env)
         started.append(server)
         return server
 
     yield launch
     for server in started:
-        _stop(server.process)
+        vllm_server.stop(server.process)
 
 
 @pytest.fixture(scope="session")
@@ -131,41 +59,7 @@ def start_server(launch_server: StartServer) -> StartServer:
         env: Mapping[str, str] | None = None,
     ) -> Server:
         server = launch_server(model, config, extra_args, env)
-        _wait_until_ready(server)
+        vllm_server.wait_until_ready(server)
         return server
 
     return start
-
-
-def _wait_until_ready(server: Server) -> None:
-    import httpx
-
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if (code := server.process.poll()) is not None:
-            pytest.fail(f"the server exited with {code}:\n{server.log_tail()}")
-        try:
-            if httpx.get(f"{server.base_url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.25)
-    pytest.fail(f"the server did not answer in {START_TIMEOUT_S} s:\n{server.log_tail()}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server; whatever of its own processes is left then is killed."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=30)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

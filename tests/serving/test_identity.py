@@ -45,6 +45,7 @@ BETA = Identity("beta", "standard")
 unhurried = settings(deadline=None)
 
 REWRITTEN = sorted(path for (_, path), access in ROUTES.items() if access is Access.REWRITTEN)
+CLEANED = sorted(path for (_, path), access in ROUTES.items() if access is Access.CLEANED)
 
 
 class Recorder:
@@ -276,10 +277,16 @@ def test_open_endpoints_need_no_key(client: Client) -> None:
         assert client.call(method, path, headers=[])[0] == 200, path
 
 
-def test_keyed_endpoints_pass_as_they_are(client: Client) -> None:
-    body = b'{"prompt": "x", "prompt": "y"}'
-    assert client.call("POST", "/tokenize", body, headers=with_key("beta-key"))[0] == 200
-    assert client.app.bodies[-1] == body
+@pytest.mark.parametrize("path", CLEANED)
+def test_cleaned_endpoints_keep_the_clients_own_salt(client: Client, path: str) -> None:
+    """/render gives it back to the client, for a request that is rewritten in its turn."""
+    body = {"prompt": "x", "cache_salt": "mine", "priority": 1, "vllm_xargs": {"session_id": "s"}}
+    assert client.post(path, body) == (200, b"ok")
+    assert client.reached == {"prompt": "x", "cache_salt": "mine", "vllm_xargs": {}}
+    assert client.post(path, {"prompt": "x"})[0] == 200
+    assert client.reached == {"prompt": "x"}
+    assert client.post(path, b"[]")[0] == 400
+    assert client.post(path, {}, headers=[("content-type", "application/json")])[0] == 401
 
 
 @pytest.mark.parametrize(
@@ -358,6 +365,7 @@ def test_refusals_say_why() -> None:
         ("/api", "/apiv1/completions", 403),
         ("/api", "/api", 403),
         ("/api/", "/api/v1/completions", 403),
+        ("/", "/v1/completions", 200),
         ("/v1", "/v1/v1/completions", 200),
         ("/v1", "/v1/completions", 403),
     ],
@@ -375,9 +383,13 @@ def test_the_root_path_is_removed_as_the_router_removes_it(
 
 
 @unhurried
-@given(path=st.text(max_size=30), root_path=st.sampled_from(["", "/", "/api", "/v1", "/api/"]))
-def test_every_path_is_read_as_the_router_reads_it(path: str, root_path: str) -> None:
-    scope = {"path": path, "root_path": root_path}
+@given(
+    start=st.sampled_from(["", "/", "/api", "/v1", "/api/"]),
+    rest=st.sampled_from(["", "/", "/v1/completions"]) | st.text(max_size=30),
+    root_path=st.sampled_from(["", "/", "/api", "/v1", "/api/"]),
+)
+def test_every_path_is_read_as_the_router_reads_it(start: str, rest: str, root_path: str) -> None:
+    scope = {"path": start + rest, "root_path": root_path}
     starlette = pytest.importorskip("starlette._utils")
     assert route_path(scope) == starlette.get_route_path(scope)
 
@@ -650,8 +662,9 @@ def test_bodies_have_a_limit(client: Client) -> None:
 
 
 def test_a_declared_length_over_the_limit_is_refused_unread(client: Client) -> None:
-    headers = with_key("alpha-key", ("content-length", "4097"))
-    assert client.call("POST", "/v1/completions", headers=headers, messages=[])[0] == 413
+    for length in ("4097", "9" * 5000):
+        headers = with_key("alpha-key", ("content-length", length))
+        assert client.call("POST", "/v1/completions", headers=headers, messages=[])[0] == 413
 
 
 def test_a_client_that_leaves_while_sending_reaches_nothing(client: Client) -> None:
@@ -744,6 +757,8 @@ def test_media_names_belong_to_a_group(client: Client) -> None:
         ("/v1/score", {"text_1": {"content": [part]}, "documents": [{"content": [part]}]}),
         ("/inference/v1/generate", {"content_parts": [part]}),
         ("/v1/messages", {"messages": [{"content": [{"type": "x", "content": [part]}]}]}),
+        ("/tokenize", {"messages": [message]}),
+        ("/v1/chat/completions/render", {"messages": [message]}),
     ]
     for path, body in bodies:
         found = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BLOCK_SIZE, START_TIMEOUT_S, Server
+from vllm_server import BLOCK_SIZE, START_TIMEOUT_S, Server
 
 from prefixshield.config import load_config, namespace_secret
 from prefixshield.serving.namespace import Identity, Namespaces
@@ -321,13 +321,14 @@ COMPLETIONS = GENERATING[0]
 
 
 def raw_post(
-    tenants: Tenants, path: str, body: bytes, headers: list[tuple[str, str]]
+    tenants: Tenants, path: str, body: bytes | None, headers: list[tuple[str, str]]
 ) -> http.client.HTTPResponse:
     """A request that no client library tidies up."""
     host = tenants.server.base_url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=PATIENCE_S)
     connection.putrequest("POST", path)
-    for header in (*headers, ("Content-Length", str(len(body)))):
+    length = [] if body is None else [("Content-Length", str(len(body)))]
+    for header in (*headers, *length):
         connection.putheader(*header)
     connection.endheaders(body)
     response = connection.getresponse()
@@ -445,6 +446,35 @@ def test_a_client_that_leaves_mid_stream_ends_its_request(generating: Tenants) -
 
     generating.wait_for(running, lambda number: number == 0)
     assert generating.metric("vllm:generation_tokens") < generated + body["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "w1 w2"}),
+        ("/tokenize", {"messages": _chat("w1 w2")}),
+        ("/detokenize", {"tokens": [10, 11]}),
+        ("/v1/messages/count_tokens", {"messages": _chat("w1 w2")}),
+        ("/v1/chat/completions/render", {"messages": _chat("w1 w2"), "cache_salt": "mine"}),
+        ("/v1/completions/render", {"prompt": "w1 w2", "cache_salt": "mine"}),
+        ("/v1/messages/render", {"messages": _chat("w1"), "max_tokens": 1, "cache_salt": "mine"}),
+    ],
+)
+def test_endpoints_without_engine_requests(
+    generating: Tenants, alpha_token: str, path: str, body: dict[str, Any]
+) -> None:
+    queries = generating.metric("vllm:prefix_cache_queries")
+    response = generating.post("alpha-key", path, body)
+    assert response.status_code == 200, response.text
+    assert generating.metric("vllm:prefix_cache_queries") == queries
+    assert alpha_token.partition(".")[0] not in response.text
+    if "cache_salt" in body:
+        assert '"cache_salt":"mine"' in response.text
+
+
+def test_a_body_over_the_limit_is_refused_by_its_length_alone(generating: Tenants) -> None:
+    headers = [JSON, ("Authorization", "Bearer alpha-key"), ("Content-Length", "1000000000")]
+    assert raw_post(generating, "/v1/completions", None, headers).status == 413
 
 
 def test_stored_responses_cannot_be_read(generating: Tenants) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -88,7 +87,7 @@ def launch(
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **_ENVIRONMENT, **(env or {})},
-            start_new_session=True,  # a process group of its own, for _stop
+            start_new_session=True,  # a process group of its own, for stop
         )
     return Server(f"http://127.0.0.1:{port}", log_path, process)
 
@@ -110,14 +109,15 @@ def wait_until_ready(server: Server) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server; whatever of its own processes is left then is killed."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=30)
-    with contextlib.suppress(ProcessLookupError):
+    """End a server, which ends its engine; both are killed if that takes too long."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        process.wait()
 
 
 def _free_port() -> int:
