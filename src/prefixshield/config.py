@@ -171,6 +171,11 @@ def load_config(path: Path | str) -> Config:
     return config
 
 
+def encode_secret(secret: str) -> bytes:
+    """A secret's bytes, those from an environment that is not UTF-8 included."""
+    return secret.encode("utf-8", "surrogateescape")
+
+
 def resolve_keys(config: Config, path: Path | str) -> dict[str, tuple[str, str]]:
     """Every API key with its (group, contract); reads the environment.
 
@@ -201,10 +206,10 @@ def namespace_secret(config: Config, path: Path | str) -> bytes:
     them can compute it, and it changes when a key is added or removed.
     """
     if config.namespace_secret is not None:
-        return _resolve(config.namespace_secret, path, "namespace_secret").encode()
+        return encode_secret(_resolve(config.namespace_secret, path, "namespace_secret"))
     digest = hashlib.sha256(b"prefixshield namespaces")
     for key in sorted(resolve_keys(config, path)):
-        digest.update(hashlib.sha256(key.encode()).digest())
+        digest.update(hashlib.sha256(encode_secret(key)).digest())
     return digest.digest()
 
 

@@ -21,6 +21,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a family that /v1/systemone knows."""
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", family="Qwen3")
+
+
+@pytest.fixture(scope="session")
 def tiny_classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with two labels."""
     return write_tiny_model(tmp_path_factory.mktemp("model") / "classifier", pooling=True)

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from prefixshield.config import load_config, namespace_secret
+from prefixshield.config import load_config
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.wiring import SCHEDULER
 
@@ -79,7 +79,7 @@ def salts(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.format(policy="shield"))
     config = load_config(path)
-    namespaces = Namespaces(config, namespace_secret(config, path))
+    namespaces = Namespaces.of(config, path)
     return namespaces.token(Identity("victim", "big")), namespaces.token(
         Identity("attacker", "small")
     )

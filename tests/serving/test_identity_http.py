@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from vllm_server import BLOCK_SIZE, START_TIMEOUT_S, Server
 
-from prefixshield.config import load_config, namespace_secret
+from prefixshield.config import load_config
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.routes import ROUTES, Access
 
@@ -214,19 +214,18 @@ def identity_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alpha_token(identity_config: Path) -> str:
     """What alpha's requests carry inside; assume that beta got to know it."""
     config = load_config(identity_config)
-    secret = namespace_secret(config, identity_config)
-    return Namespaces(config, secret).token(Identity("alpha", "standard"))
+    return Namespaces.of(config, identity_config).token(Identity("alpha", "standard"))
 
 
 @pytest.fixture(scope="module")
-def generating(start_server: Any, tiny_model: Path, identity_config: Path) -> Tenants:
+def generating(start_server: Any, tiny_qwen3: Path, identity_config: Path) -> Tenants:
     """With every endpoint switched on that could be a way around."""
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     extra = [
         *("--enable-scale-out", "--enable-tokenizer-info-endpoint"),
         *("--allowed-origins", json.dumps([ORIGIN])),
     ]
-    return Tenants(start_server(tiny_model, identity_config, extra, env))
+    return Tenants(start_server(tiny_qwen3, identity_config, extra, env))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from control_plane import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from prefixshield.config import load_config, namespace_secret
+from prefixshield.config import load_config
 from prefixshield.core.retention import RetentionClass
 from prefixshield.errors import ConfigError, IncompatibleEngineError
 from prefixshield.serving import hooks
@@ -70,7 +70,7 @@ def plane(tiny_model, write_config):
 def salt(write_config):
     path = write_config()
     config = load_config(path)
-    return Namespaces(config, namespace_secret(config, path)).token
+    return Namespaces.of(config, path).token
 
 
 def request(name, tokens, salt=None, **options):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from prefixshield.serving.tiny_model import tokenizer_of
 from prefixshield.serving.wiring import CONFIG_KEY, MIDDLEWARE, SCHEDULER
 
 #: Seconds until a server that does not answer counts as hung; it takes about 20 on two cores.
@@ -76,7 +77,8 @@ def launch(
     port = _free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--port", str(port)),
+        *("--model", str(model), "--tokenizer", str(tokenizer_of(model))),
+        *("--port", str(port)),
         *_OPTIONS,
         *(shield_options(config) if config is not None else ()),
         *extra_args,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prefixshield.config import Config, load_config, namespace_secret, resolve_keys
+from prefixshield.config import Config, encode_secret, load_config, resolve_keys
 from prefixshield.errors import ConfigError, IncompatibleEngineError, PrefixShieldError
 from prefixshield.serving.bodies import InvalidBody, clean, request_tag, rewrite
 from prefixshield.serving.namespace import Identity, Namespaces
@@ -65,7 +65,7 @@ class KeyRing:
     def __init__(self, keys: Mapping[str, tuple[str, str]]) -> None:
         self._pepper = secrets.token_bytes(32)
         self._identities = {
-            self._digest(key.encode("utf-8", "surrogateescape")): Identity(group, contract)
+            self._digest(encode_secret(key)): Identity(group, contract)
             for key, (group, contract) in keys.items()
         }
 
@@ -204,8 +204,7 @@ def admission(state: Any, environ: Mapping[str, str]) -> Admission:
         len(keys),
         f"as {config.default_group}" if config.allow_anonymous else "refused",
     )
-    namespaces = Namespaces(config, namespace_secret(config, path))
-    return Admission(config, KeyRing(keys), namespaces)
+    return Admission(config, KeyRing(keys), Namespaces.of(config, path))
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+from pathlib import Path
 from typing import NamedTuple
 
-from prefixshield.config import Config
+from prefixshield.config import Config, namespace_secret
 
 
 class Identity(NamedTuple):
@@ -43,6 +44,14 @@ class Namespaces:
             for contract in config.contracts
         }
         self._identities = {head: identity for identity, head in self._heads.items()}
+
+    @classmethod
+    def of(cls, config: Config, path: Path | str) -> Namespaces:
+        """The namespaces of a configuration that was read from ``path``; reads the environment.
+
+        Raises ConfigError when a secret is not set.
+        """
+        return cls(config, namespace_secret(config, path))
 
     def token(self, identity: Identity, client_salt: str = "") -> str:
         """The ``cache_salt`` of a request: 45 letters, digits, ``-``, ``_`` and one dot.

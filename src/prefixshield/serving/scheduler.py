@@ -21,7 +21,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from prefixshield import __version__
-from prefixshield.config import load_config, namespace_secret
+from prefixshield.config import load_config
 from prefixshield.errors import IncompatibleEngineError
 from prefixshield.policies import PolicySetup, build_policy
 from prefixshield.serving import hooks
@@ -74,7 +74,7 @@ class _Shielding(Scheduler):
                 f"{' with Mamba layers' if self.has_mamba_layers else ''}, "
                 "expected attention layers (full, sliding window or both)"
             )
-        self._namespaces = Namespaces(config, namespace_secret(config, path))
+        self._namespaces = Namespaces.of(config, path)
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         policy = build_policy(
             config.policy,

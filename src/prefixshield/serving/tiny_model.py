@@ -1,9 +1,12 @@
-"""A tiny Qwen3 model made on the spot, so that tests and the demo run the real engine offline.
+"""A tiny Qwen2 model made on the spot, so that tests and the demo run the real engine offline.
 
-The folder holds a configuration, a word-level tokenizer and a chat template, but no weights:
-serve it with ``--load-format dummy``. One word of `WORDS`, one line feed and one role marker are
-one token each, so the length of a prompt is the number of its words; any other word is one
-unknown token. Token ids from 0 to `VOCABULARY_SIZE` - 1 are valid prompts too.
+The folder holds a configuration, but no weights: serve it with ``--load-format dummy``. The
+tokenizer and the chat template are in a folder inside (`tokenizer_of`): serve it with
+``--tokenizer``, since beside a Qwen2 configuration transformers would take Qwen2's own instead.
+
+One word of `WORDS`, one line feed and one role marker are one token each, so the length of a
+prompt is the number of its words; any other word is one unknown token. Token ids from 0 to
+`VOCABULARY_SIZE` - 1 are valid prompts too.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import string
 from pathlib import Path
+from typing import Literal
 
 #: Special tokens, in the order of their ids from 0.
 SPECIAL_TOKENS = ("<unk>", "<pad>", "<|im_start|>", "<|im_end|>")
@@ -44,7 +48,6 @@ _CHAT_TEMPLATE = (
 
 #: Sizes that vLLM's CPU backend accepts: a head size of 32 is its smallest.
 _MODEL = {
-    "model_type": "qwen3",  # of qwen2, transformers 5 would ignore the tokenizer below
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -61,24 +64,32 @@ _MODEL = {
 }
 
 
-def write_tiny_model(folder: Path, *, pooling: bool = False) -> Path:
+def write_tiny_model(
+    folder: Path, *, pooling: bool = False, family: Literal["Qwen2", "Qwen3"] = "Qwen2"
+) -> Path:
     """Write the model into a folder, made if need be, and return the folder.
 
     With ``pooling`` it is a two-label classifier instead of a text generator: serve it with
     ``--runner pooling`` for /classify, /score and /rerank. Embeddings need no such model: the
-    generator serves them with ``--runner pooling --convert embed``.
+    generator serves them with ``--runner pooling --convert embed``. vLLM's /v1/systemone knows
+    Qwen3 and not Qwen2.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = dict(_MODEL, architectures=["Qwen3ForCausalLM"])
+    config = dict(_MODEL, model_type=family.lower(), architectures=[f"{family}ForCausalLM"])
     if pooling:
         config.update(
-            architectures=["Qwen3ForSequenceClassification"],
+            architectures=[f"{family}ForSequenceClassification"],
             id2label={"0": "no", "1": "yes"},
             label2id={"no": 0, "yes": 1},
         )
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    _write_tokenizer(folder)
+    _write_tokenizer(tokenizer_of(folder))
     return folder
+
+
+def tokenizer_of(folder: Path) -> Path:
+    """Where the tokenizer of the model in a folder is."""
+    return folder / "tokenizer"
 
 
 def _write_tokenizer(folder: Path) -> None:
