@@ -168,7 +168,7 @@ def test_another_requests_hit_promotes_and_a_preempted_ones_own_does_not(plane, 
     p.run()
     assert counts(p, "promoted") == {("victim",): 2}
     assert sum(counts(p, "hit_tokens").values()) == sum(hits.values()) + 64
-    assert RetentionClass.REUSE in policy._class
+    assert RetentionClass.REUSE in map(policy.retention_class, range(65))
 
 
 def test_a_debtor_is_not_promoted(plane, salt):
@@ -334,8 +334,10 @@ def test_a_policy_that_raises_costs_protection_and_nothing_else(
         lambda victims, held: [held, *victims[1:]],
         lambda victims, held: [10**9, *victims[1:]],
         lambda victims, held: [-1, *victims[1:]],
+        lambda victims, held: ["7", *victims[1:]],
+        lambda victims, held: 7,
     ],
-    ids=["few", "many", "twice", "held", "beyond", "negative"],
+    ids=["few", "many", "twice", "held", "beyond", "negative", "text", "number"],
 )
 def test_a_policy_that_answers_nonsense_is_not_believed(plane, salt, monkeypatch, answer):
     p = plane(num_blocks=66)

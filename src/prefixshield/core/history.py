@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 
 class AdmissionHistory:
@@ -18,18 +18,19 @@ class AdmissionHistory:
         self._limit = max(1, entries_per_group)
         self._groups: dict[str, OrderedDict[Hashable, Hashable]] = {}
 
-    def admit(self, group: str, prefix: Hashable, request_id: Hashable) -> bool:
-        """Record an admission; returns whether another request had the prefix admitted before."""
+    def admit(self, group: str, prefixes: Iterable[Hashable], request_id: Hashable) -> list[bool]:
+        """Record admissions; returns which of them another request had had admitted before."""
         entries = self._groups.get(group)
         if entries is None:
             entries = self._groups[group] = OrderedDict()
-        if prefix in entries:
+        known = []
+        for prefix in prefixes:
+            first = entries.setdefault(prefix, request_id)
             entries.move_to_end(prefix)
-            return entries[prefix] != request_id
-        entries[prefix] = request_id
-        if len(entries) > self._limit:
-            entries.popitem(last=False)
-        return False
+            known.append(first != request_id)
+            if len(entries) > self._limit:
+                entries.popitem(last=False)
+        return known
 
     def size(self, group: str) -> int:
         """Number of identifiers remembered for a group."""

@@ -9,19 +9,23 @@ back in native order, so a stale entry surfaces too early, never too late.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush, heapreplace
 
 from prefixshield.core.retention import RetentionClass
 
 
-class _Queue:
-    """Blocks of one group and class: block → native sequence number, ascending."""
+class Queue:
+    """The candidates of one group and class: block → native sequence number, ascending."""
 
-    __slots__ = ("blocks", "listed")
+    __slots__ = ("blocks", "group", "listed", "retention")
 
-    def __init__(self) -> None:
+    def __init__(self, group: str, retention: RetentionClass) -> None:
+        self.group = group
+        self.retention = retention
         self.blocks: OrderedDict[int, int] = OrderedDict()
         self.listed = False
+        """Whether the heap of the class has an entry for this queue."""
 
     def head(self) -> int:
         """Sequence number of the first block; the queue is not empty."""
@@ -32,55 +36,57 @@ class CandidateQueues:
     """All candidates, by owner group and retention class."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget every candidate."""
-        self._groups: dict[str, tuple[_Queue, ...]] = {}
-        self._heads: list[list[tuple[int, _Queue]]] = [[] for _ in RetentionClass]
+        self._groups: dict[str, tuple[Queue, ...]] = {}
+        self._heads: list[list[tuple[int, Queue]]] = [[] for _ in RetentionClass]
         self._next_sequence = 0
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
+    def of_group(self, group: str) -> tuple[Queue, ...]:
+        """The group's queues, by class; empty ones at first."""
+        queues = self._groups.get(group)
+        if queues is None:
+            queues = tuple(Queue(group, retention) for retention in RetentionClass)
+            self._groups[group] = queues
+        return queues
+
     def holds_any_of(self, group: str) -> bool:
         """Whether the group owns a candidate."""
         return any(queue.blocks for queue in self._groups.get(group, ()))
 
-    def append(self, block: int, group: str, retention: RetentionClass) -> None:
-        """Add a candidate at the end of the native order."""
-        queues = self._groups.get(group)
-        if queues is None:
-            queues = self._groups[group] = tuple(_Queue() for _ in RetentionClass)
-        queue = queues[retention]
-        sequence = self._next_sequence
-        self._next_sequence = sequence + 1
-        queue.blocks[block] = sequence
-        if not queue.listed:
-            queue.listed = True
-            heappush(self._heads[retention], (sequence, queue))
-        self._count += 1
+    def append(self, placed: Iterable[tuple[int, Queue]]) -> None:
+        """Add candidates, each to its queue, at the end of the native order."""
+        first = sequence = self._next_sequence
+        for block, queue in placed:
+            queue.blocks[block] = sequence
+            if not queue.listed:
+                queue.listed = True
+                heappush(self._heads[queue.retention], (sequence, queue))
+            sequence += 1
+        self._next_sequence = sequence
+        self._count += sequence - first
 
-    def remove(self, block: int, group: str, retention: RetentionClass) -> None:
+    def remove(self, block: int, queue: Queue) -> None:
         """Take a candidate out, wherever it stands."""
-        del self._groups[group][retention].blocks[block]
+        del queue.blocks[block]
         self._count -= 1
 
     def offer(self, group: str) -> tuple[int, int]:
         """What the group would lose next, as (class, native sequence number); it has candidates."""
-        for retention, queue in enumerate(self._groups[group]):
-            if queue.blocks:
-                return retention, queue.head()
-        raise KeyError(group)
+        queue = next(queue for queue in self._groups[group] if queue.blocks)
+        return queue.retention, queue.head()
 
-    def pop(self, group: str) -> int:
-        """Take the group's next victim: lowest class, then native order."""
+    def pop(self, group: str, count: int) -> list[int]:
+        """Take up to ``count`` next victims of the group: lowest class, then native order."""
+        victims: list[int] = []
         for queue in self._groups[group]:
-            if queue.blocks:
-                self._count -= 1
-                return queue.blocks.popitem(last=False)[0]
-        raise KeyError(group)
+            blocks = queue.blocks
+            while blocks and len(victims) < count:
+                victims.append(blocks.popitem(last=False)[0])
+        self._count -= len(victims)
+        return victims
 
     def pop_lowest(self, count: int) -> list[int]:
         """Take the next ``count`` victims over all groups: lowest class, then native order."""
@@ -88,7 +94,8 @@ class CandidateQueues:
         for heap in self._heads:
             while heap and len(victims) < count:
                 sequence, queue = heap[0]
-                if not queue.blocks:
+                blocks = queue.blocks
+                if not blocks:
                     queue.listed = False
                     heappop(heap)
                 elif queue.head() != sequence:
@@ -96,19 +103,26 @@ class CandidateQueues:
                 else:
                     # No other head precedes this one before its children in the heap do.
                     rival = min((entry[0] for entry in heap[1:3]), default=self._next_sequence)
-                    while queue.blocks and len(victims) < count and queue.head() < rival:
-                        victims.append(queue.blocks.popitem(last=False)[0])
+                    while blocks and len(victims) < count and queue.head() < rival:
+                        victims.append(blocks.popitem(last=False)[0])
         self._count -= len(victims)
         return victims
 
-    def check(self) -> dict[int, tuple[str, RetentionClass]]:
+    def clear(self) -> None:
+        """Forget every candidate."""
+        for queues in self._groups.values():
+            for queue in queues:
+                queue.blocks.clear()
+        self._count = 0
+
+    def check(self) -> Mapping[int, Queue]:
         """Assert that every queue is in native order and counted; returns where each block is."""
-        found: dict[int, tuple[str, RetentionClass]] = {}
-        for group, queues in self._groups.items():
-            for retention, queue in zip(RetentionClass, queues, strict=True):
+        found: dict[int, Queue] = {}
+        for queues in self._groups.values():
+            for queue in queues:
                 sequences = list(queue.blocks.values())
-                assert sequences == sorted(sequences), f"{group}/{retention.label}: out of order"
-                assert queue.listed or not queue.blocks, f"{group}/{retention.label}: not listed"
-                found.update(dict.fromkeys(queue.blocks, (group, retention)))
+                assert sequences == sorted(sequences), f"{queue.group}: out of native order"
+                assert queue.listed or not queue.blocks, f"{queue.group}: head not listed"
+                found.update(dict.fromkeys(queue.blocks, queue))
         assert self._count == len(found), f"counted {self._count}, queued {len(found)}"
         return found

@@ -8,20 +8,30 @@ over candidates (same victims). Preset ``default`` is the same policy as ``paper
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import repeat
+from typing import NamedTuple
 
 from prefixshield.core.debtors import Debtors
 from prefixshield.core.history import AdmissionHistory
 from prefixshield.core.ledger import EPSILON, Account, Ledger
-from prefixshield.core.queues import CandidateQueues
+from prefixshield.core.queues import CandidateQueues, Queue
 from prefixshield.core.retention import RetentionClass
 from prefixshield.policies.base import Access, Policy, PolicySetup
 
 #: The history remembers this many prefixes per block of the pool, over all groups.
 HISTORY_PREFIXES_PER_BLOCK = 4
 
-_PROBATIONARY, _NORMAL, _REUSE = RetentionClass
+
+class _Origin(NamedTuple):
+    """Who materialised a block; shared by all blocks of one batch."""
+
+    account: Account
+    """The owner."""
+    request_id: Hashable
+    prefix_id: str | None
 
 
 class Shield(Policy):
@@ -38,11 +48,9 @@ class Shield(Policy):
         )
         self._queues = CandidateQueues()
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
-        # Per block, by index; None: not cached. Owner and maker are fixed for its cached life.
-        self._owner: list[Account | None] = [None] * setup.capacity_blocks
-        self._maker: list[Hashable] = [None] * setup.capacity_blocks
-        self._prefix_id: list[str | None] = [None] * setup.capacity_blocks
-        self._class: list[RetentionClass] = [_PROBATIONARY] * setup.capacity_blocks
+        # Per block: who made it, and the queue of its owner and class; None: never cached.
+        self._origin: list[_Origin | None] = [None] * setup.capacity_blocks
+        self._queue: list[Queue | None] = [None] * setup.capacity_blocks
 
     def materialise(
         self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
@@ -52,14 +60,18 @@ class Shield(Policy):
         account = self.ledger.account(access.group, access.contract)
         self.ledger.charge(account, len(blocks), t)
         self._debtors.enter(access.group, t)
-        funded = not account.in_debt(t)
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            prefix = block_hash if access.prefix_id is None else ("named", access.prefix_id)
-            known = self.history.admit(access.group, prefix, access.request_id)
-            self._class[block] = _NORMAL if known and funded else _PROBATIONARY
-            self._owner[block] = account
-            self._maker[block] = access.request_id
-            self._prefix_id[block] = access.prefix_id
+        if access.prefix_id is None:
+            prefixes: Iterable[Hashable] = hashes
+        else:
+            prefixes = repeat(("named", access.prefix_id), len(blocks))
+        known = self.history.admit(access.group, prefixes, access.request_id)
+        origin = _Origin(account, access.request_id, access.prefix_id)
+        probationary, normal, _ = self._queues.of_group(access.group)
+        if account.in_debt(t):
+            normal = probationary
+        for block, again in zip(blocks, known, strict=True):
+            self._origin[block] = origin
+            self._queue[block] = normal if again else probationary
 
     def hit(self, blocks: Sequence[int], access: Access) -> list[int]:
         """Promote what proven, debt-free reuse earns (policy.md section 5)."""
@@ -67,16 +79,19 @@ class Shield(Policy):
         account = self.ledger.account(access.group, access.contract)
         if self.ledger.raw_debt(access.group, t) > EPSILON:
             return []
-        promoted = [
-            block
-            for block in blocks
-            if self._class[block] is not _REUSE
-            and self._owner[block] is account
-            and self._maker[block] != access.request_id
-            and self._prefix_id[block] == access.prefix_id
-        ]
-        for block in promoted:
-            self._class[block] = _REUSE
+        promoted = []
+        reuse = self._queues.of_group(access.group)[RetentionClass.REUSE]
+        for block in blocks:
+            origin = self._origin[block]
+            if (
+                self._queue[block] is not reuse
+                and origin is not None
+                and origin.account is account
+                and origin.request_id != access.request_id
+                and origin.prefix_id == access.prefix_id
+            ):
+                self._queue[block] = reuse
+                promoted.append(block)
         return promoted
 
     def evict(self, count: int, access: Access) -> list[int]:
@@ -94,35 +109,36 @@ class Shield(Policy):
                 offer = self._queues.offer(group)
                 heappush(debtors, (-round(p / EPSILON), *offer, p, step, group))
 
+        rival = self._debtors.largest(t)
         while len(victims) < count:
             # Draw every group whose debt is at least that of the best one drawn so far.
-            while (largest := self._debtors.largest(t)) is not None:
-                group, debt = largest
-                if debtors and round(debt / EPSILON) < -debtors[0][0]:
-                    break
+            while rival and not (debtors and round(rival[1] / EPSILON) < -debtors[0][0]):
+                group, debt = rival
                 self._debtors.remove_largest()
                 drawn.add(group)
                 rank(group, debt, 1.0 / self.ledger.heaviest_debt_weight(group, t))
+                rival = self._debtors.largest(t)
             if not debtors:
                 break
-            _, _, _, p, step, group = heappop(debtors)
-            victims.append(self._queues.pop(group))
-            rank(group, p - step, step)
+            *_, p, step, group = heappop(debtors)
+            # It pays alone while P - j/W stays above everybody else's debt by more than ε.
+            others = max(debtors[0][3] if debtors else 0.0, rival[1] if rival else 0.0)
+            alone = max(1, math.ceil((p - others - 2 * EPSILON) / step))
+            taken = self._queues.pop(group, min(alone, count - len(victims)))
+            victims += taken
+            rank(group, p - len(taken) * step, step)
         for group in drawn:
             self._debtors.enter(group, t)
         return victims + self._queues.pop_lowest(count - len(victims))
 
     def hold(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self._queues.remove(block, self._owner_of(block).group, self._class[block])
+            self._queues.remove(block, self._queue_of(block))
 
     def release(self, blocks: Sequence[int]) -> None:
-        groups = set()
-        for block in blocks:
-            group = self._owner_of(block).group
-            self._queues.append(block, group, self._class[block])
-            groups.add(group)
-        for group in groups:
+        queues = [self._queue_of(block) for block in blocks]
+        self._queues.append(zip(blocks, queues, strict=True))
+        for group in {queue.group for queue in queues}:
             self._debtors.enter(group, self.ledger.time)
 
     def forget(self, block: int) -> None:
@@ -135,14 +151,15 @@ class Shield(Policy):
     def candidate_count(self) -> int:
         return len(self._queues)
 
-    def retention_class(self, block: int) -> RetentionClass:
-        return self._class[block]
+    def retention_class(self, block: int) -> RetentionClass | None:
+        queue = self._queue[block]
+        return None if queue is None else queue.retention
 
     def check(self) -> None:
-        for block, place in self._queues.check().items():
-            assert place == (self._owner_of(block).group, self._class[block]), f"block {block}"
+        for block, queue in self._queues.check().items():
+            assert self._queue[block] is queue, f"block {block} is in another queue"
 
-    def _owner_of(self, block: int) -> Account:
-        owner = self._owner[block]
-        assert owner is not None, f"block {block} was never materialised"
-        return owner
+    def _queue_of(self, block: int) -> Queue:
+        queue = self._queue[block]
+        assert queue is not None, f"block {block} was never materialised"
+        return queue

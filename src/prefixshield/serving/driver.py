@@ -44,7 +44,7 @@ class PolicyDriver:
         self.counts: Counter[tuple[str, ...]] = Counter()
         """Since start, by (name, label values...); see ``serving.metrics``."""
         self.owner: list[str | None] = [None] * policy.capacity_blocks
-        """By block: the group that materialised it; None: not cached."""
+        """By block: the group that last materialised it; None: nobody, or it was invalidated."""
         self.is_candidate = bytearray(policy.capacity_blocks)
         """By block: 1 while the policy counts it among its candidates."""
         self.candidate_count = 0
@@ -104,8 +104,9 @@ class PolicyDriver:
         victims = self._guarded(self.policy.evict, count, access)
         if victims is None:
             return None
-        if len(victims) != count or not self._are_distinct_candidates(victims):
-            self._fail(f"chose {victims!r} when asked for {count} victims")
+        if not self._guarded(self._are_distinct_candidates, victims, count):
+            if not self.failed:
+                self._fail(f"chose {victims!r} when asked for {count} victims")
             return None
         self._unmark(victims)
         return victims
@@ -118,9 +119,8 @@ class PolicyDriver:
     def evicted(self, blocks: Sequence[int]) -> None:
         """Cached blocks are handed out, whoever chose them; counts who lost and who caused it."""
         causer = self.current.group if self.current else self.default.group
-        for block in blocks:
-            self.counts["evicted", self.owner[block] or self.default.group, causer] += 1
-            self.owner[block] = None
+        for owner, lost in Counter(map(self.owner.__getitem__, blocks)).items():
+            self.counts["evicted", owner or self.default.group, causer] += lost
 
     def reset(self) -> None:
         """The prefix cache was emptied. A policy that has failed gets another chance."""
@@ -151,10 +151,11 @@ class PolicyDriver:
             exc_info=with_traceback,
         )
 
-    def _are_distinct_candidates(self, victims: Sequence[int]) -> bool:
-        capacity = len(self.is_candidate)
-        return len(set(victims)) == len(victims) and all(
-            0 <= block < capacity and self.is_candidate[block] for block in victims
+    def _are_distinct_candidates(self, victims: Sequence[int], count: int) -> bool:
+        return (
+            len(victims) == len(set(victims)) == count
+            and min(victims) >= 0
+            and sum(map(self.is_candidate.__getitem__, victims)) == count
         )
 
     def _unmark(self, blocks: Sequence[int]) -> None:
