@@ -13,7 +13,7 @@ def ledger():
 
 def owe(ledger, group, **blocks):
     for contract, count in blocks.items():
-        ledger.charge(ledger.account(group, contract), count, 0.0)
+        ledger.account(group, contract).charge(count, 0.0)
 
 
 def test_debt_under_two_contracts_melts_twice_as_fast(ledger):

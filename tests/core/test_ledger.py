@@ -36,7 +36,7 @@ def test_balances_and_debts_are_those_of_the_paper(script, rest_ms):
     t = Fraction(0)
     for (group, contract), blocks, wait_ms in script:
         t += Fraction(wait_ms, 1000)
-        ledger.charge(ledger.account(group, contract), blocks, float(t))
+        ledger.account(group, contract).charge(blocks, float(t))
         reference.charge((group, contract), blocks, t)
     t += Fraction(rest_ms, 1000)
     for group in "ab":
@@ -69,9 +69,9 @@ def test_accounting_time_never_runs_backwards(readings):
 def test_a_clock_that_steps_back_neither_mints_nor_burns_credit():
     ledger = Ledger(CONTRACTS)
     account = ledger.account("a", "base")
-    ledger.charge(account, 200, ledger.now(100.0))
+    account.charge(200, ledger.now(100.0))
     assert account.balance(ledger.now(50.0)) == 128 - 200
-    ledger.charge(account, 10, ledger.now(50.0))
+    account.charge(10, ledger.now(50.0))
     assert account.balance(ledger.now(100.0)) == 128 - 210
     assert account.balance(ledger.now(101.0)) == 128 - 210 + 16
 

@@ -174,7 +174,7 @@ def test_of_two_groups_alike_the_one_that_owes_more_pays_first(count):
     for block in range(6):
         for group, offset in (("a", 0), ("b", 6)):
             policy.materialise([block + offset], [block], Access(group, "base", block, 0.0))
-    policy.ledger.charge(policy.ledger.account("b", "base"), 100, 0.0)
+    policy.ledger.account("b", "base").charge(100, 0.0)
     policy._debtors.enter("b", 0.0)
     for block in range(6):
         policy.release([block, block + 6])

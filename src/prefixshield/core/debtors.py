@@ -26,15 +26,14 @@ class Debtors:
 
     def enter(self, group: str, t: float) -> None:
         """Rank a group anew: its debt rose, or it has a candidate again. It may owe nothing."""
-        if self._ledger.normalised_debt(group, t) <= EPSILON:
-            return
         clearance = self._ledger.clearance_rank(group, t)
-        if self._entered.get(group) != clearance:
-            self._entered[group] = clearance
-            heappush(self._heap, (-clearance, group))
-            if len(self._heap) > 2 * len(self._entered) + 16:
-                self._heap = [(-time, name) for name, time in self._entered.items()]
-                heapify(self._heap)
+        if self._debt(clearance, t) <= EPSILON or self._entered.get(group) == clearance:
+            return
+        self._entered[group] = clearance
+        heappush(self._heap, (-clearance, group))
+        if len(self._heap) > 2 * len(self._entered) + 16:
+            self._heap = [(-time, name) for name, time in self._entered.items()]
+            heapify(self._heap)
 
     def largest(self, t: float) -> tuple[str, float] | None:
         """The group with the largest normalised debt at ``t`` and that debt; None: nobody owes."""
@@ -44,20 +43,22 @@ class Debtors:
             if self._entered.get(group) != -key:  # superseded by a later entry
                 heappop(heap)
                 continue
-            debt = self._ledger.normalised_debt(group, t)
+            clearance = self._ledger.clearance_rank(group, t)
+            debt = self._debt(clearance, t)
             if debt <= EPSILON or not self._owns_candidate(group):
                 heappop(heap)
                 del self._entered[group]
-                continue
-            clearance = self._ledger.clearance_rank(group, t)
-            if clearance < -key:
+            elif clearance < -key:
                 self._entered[group] = clearance
                 heapreplace(heap, (-clearance, group))
-                continue
-            return group, debt
+            else:
+                return group, debt
         return None
 
     def remove_largest(self) -> None:
         """Take off the group that ``largest`` has just returned."""
         _, group = heappop(self._heap)
         del self._entered[group]
+
+    def _debt(self, clearance: float, t: float) -> float:
+        return self._ledger.lowest_rate * (clearance - t)

@@ -29,7 +29,15 @@ class Contract(NamedTuple):
 class Account:
     """The bucket of one (group, contract)."""
 
-    __slots__ = ("burst", "contract", "full_at", "group", "refill_rate", "weight")
+    __slots__ = (
+        "burst",
+        "clears_at",
+        "contract",
+        "full_at",
+        "group",
+        "refill_rate",
+        "weight",
+    )
 
     def __init__(self, group: str, contract: str, terms: Contract, weight: float) -> None:
         self.group = group
@@ -38,6 +46,13 @@ class Account:
         self.burst = terms.burst
         self.weight = weight
         self.full_at = -math.inf
+        self.clears_at = -math.inf
+        """Accounting time at which the balance is back at zero; in the past when not in debt."""
+
+    def charge(self, blocks: int, t: float) -> None:
+        """Charge newly materialised blocks: B(t) = B̂(t) - n."""
+        self.full_at = max(self.full_at, t) + blocks / self.refill_rate
+        self.clears_at = self.full_at - self.burst / self.refill_rate
 
     def balance(self, t: float) -> float:
         """Effective balance in blocks at accounting time ``t``; negative when in debt."""
@@ -47,11 +62,7 @@ class Account:
 
     def in_debt(self, t: float) -> bool:
         """Whether B̂(t) < -ε."""
-        return self.balance(t) < -EPSILON
-
-    def clears_at(self) -> float:
-        """Accounting time at which the balance is back at zero; in the past when not in debt."""
-        return self.full_at - self.burst / self.refill_rate
+        return self.refill_rate * (self.clears_at - t) > EPSILON
 
 
 class Ledger:
@@ -63,7 +74,8 @@ class Ledger:
 
     def __init__(self, contracts: Mapping[str, Contract]) -> None:
         self._contracts = dict(contracts)
-        self._lowest_rate = min(terms.refill_rate for terms in contracts.values())
+        self.lowest_rate = min(terms.refill_rate for terms in contracts.values())
+        """ρ_min in blocks per second."""
         self._accounts: dict[tuple[str, str], Account] = {}
         self._of_group: dict[str, list[Account]] = {}
         self.time = -math.inf
@@ -83,25 +95,22 @@ class Ledger:
         account = self._accounts.get((group, contract))
         if account is None:
             terms = self._contracts[contract]
-            account = Account(group, contract, terms, terms.refill_rate / self._lowest_rate)
+            account = Account(group, contract, terms, terms.refill_rate / self.lowest_rate)
             self._accounts[group, contract] = account
             self._of_group.setdefault(group, []).append(account)
         return account
 
-    def charge(self, account: Account, blocks: int, t: float) -> None:
-        """Charge newly materialised blocks: B(t) = B̂(t) - n."""
-        account.full_at = max(account.full_at, t) + blocks / account.refill_rate
-
     def raw_debt(self, group: str, t: float) -> float:
         """D_g(t) in blocks, summed over the group's contracts: gates promotion."""
-        return sum(max(0.0, -account.balance(t)) for account in self._of_group.get(group, ()))
+        return sum(
+            account.refill_rate * (account.clears_at - t)
+            for account in self._of_group.get(group, ())
+            if account.clears_at > t
+        )
 
     def normalised_debt(self, group: str, t: float) -> float:
         """D̃_g(t) in blocks of the smallest contract: ranks reclamation."""
-        return sum(
-            max(0.0, -account.balance(t)) / account.weight
-            for account in self._of_group.get(group, ())
-        )
+        return self.lowest_rate * (self.clearance_rank(group, t) - t)
 
     def clearance_rank(self, group: str, t: float) -> float:
         """t + D̃_g(t) / ρ_min, in seconds: orders groups at ``t`` as their normalised debts do.
@@ -109,8 +118,11 @@ class Ledger:
         It does not change with ``t`` while the group owes under one contract, and falls while it
         owes under several.
         """
-        times = [time for a in self._of_group.get(group, ()) if (time := a.clears_at()) > t]
-        return sum(times) - (len(times) - 1) * t
+        rank = t
+        for account in self._of_group.get(group, ()):
+            if account.clears_at > t:
+                rank = account.clears_at if rank == t else rank + account.clears_at - t
+        return rank
 
     def heaviest_debt_weight(self, group: str, t: float) -> float:
         """W_g(t): the largest weight among the group's contracts in debt; 1 when none is."""

@@ -58,7 +58,7 @@ class Shield(Policy):
         """Charge the blocks, then classify them (policy.md sections 3 and 4)."""
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
-        self.ledger.charge(account, len(blocks), t)
+        account.charge(len(blocks), t)
         self._debtors.enter(access.group, t)
         if access.prefix_id is None:
             prefixes: Iterable[Hashable] = hashes
