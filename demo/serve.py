@@ -1,0 +1,72 @@
+"""``python -m demo.serve``: the demo's server with PrefixShield in the foreground, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+
+from demo.server import MODEL_FOLDER, MODEL_NAME, Server, ServerError, free_port
+
+USUAL_PORT = 8000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until the server ends or Ctrl-C; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m demo.serve")
+    parser.add_argument(
+        "--port", type=int, help=f"default: {USUAL_PORT}, or a free one where that is in use"
+    )
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end like Ctrl-C: through the cleaning up
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return _serve(options.port)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one message is enough
+        print("serve: interrupted; no server is left running", file=sys.stderr)
+        return 130
+
+
+def _serve(port: int | None) -> int:
+    from demo.tenants import load_keys
+    from prefixshield.errors import PrefixShieldError
+    from prefixshield.serving.tiny_model import write_tiny_model
+
+    try:
+        keys = load_keys()
+        port = _usual_or_free_port() if port is None else free_port(port)
+        write_tiny_model(MODEL_FOLDER)
+        with Server("shield", list(keys.values()), port=port, log_to_file=False) as server:
+            server.wait_until_healthy()
+            print(_invitation(server.base_url, keys["victim"]), flush=True)
+            status = server.wait()
+    except (ServerError, PrefixShieldError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 1
+    print(f"serve: the server ended with status {status}", file=sys.stderr)
+    return 1
+
+
+def _usual_or_free_port() -> int:
+    try:
+        return free_port(USUAL_PORT)
+    except ServerError:
+        return free_port()
+
+
+def _invitation(base_url: str, key: str) -> str:
+    message = {"role": "user", "content": "w1 w2 w3"}
+    body = json.dumps({"model": MODEL_NAME, "messages": [message], "max_tokens": 8})
+    return (
+        "\nReady. In another terminal (the model is tiny and untrained: expect no sense):\n\n"
+        f"curl {base_url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'\n\n"
+        "Ctrl-C stops the server.\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
