@@ -103,6 +103,7 @@ def test_replay_needs_no_configuration(files):
     ("change", "message"),
     [
         (["--blocks", 0], "Invalid value for '--blocks'"),
+        (["--blocks", 10**12], "Invalid value for '--blocks'"),
         (["--policy", "arc"], "'arc' is not one of"),
         (["--config", "gone.yaml"], "gone.yaml: cannot be read: No such file or directory"),
         (["--events", "no/such/folder/e.jsonl"], "cannot be written: No such file or directory"),
@@ -129,6 +130,16 @@ def test_an_unknown_contract_in_a_trace_names_file_and_line(files, tmp_path):
     assert done.returncode == 1
     assert done.stderr.strip() == (f"{trace}: line 1: contract: found 'gold', expected one of: std")
     assert events.read_text() == "kept"
+
+
+def test_events_may_go_to_a_pipe_and_through_a_link(files, tmp_path):
+    done = replay(files, "--events", "/dev/stderr", "--json")
+    assert done.returncode == 0
+    assert '{"t": 0.0, "event": "admit", "group": "a", "block": 1' in done.stderr
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert replay(files, "--events", tmp_path / "link").returncode == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text().count("\n") > 5
 
 
 def test_an_empty_trace_has_no_requests(files, tmp_path):

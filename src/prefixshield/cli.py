@@ -30,6 +30,9 @@ app = typer.Typer(
     help="Multi-tenant KV-cache protection for vLLM: whoever fills the prefix cache pays for it.",
 )
 
+#: The largest pool that replay takes, in blocks; it needs about 100 bytes a block.
+MAX_BLOCKS = 2**24
+
 PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
 PresetName = StrEnum("PresetName", {name: name for name in PRESETS})  # type: ignore[misc]
 
@@ -46,7 +49,7 @@ def _options(
 @app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines, plain or gzip.")],
-    blocks: Annotated[int, typer.Option(min=1, help="Pool size in blocks.")],
+    blocks: Annotated[int, typer.Option(min=1, max=MAX_BLOCKS, help="Pool size in blocks.")],
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block, as in the trace.")],
     policy: Annotated[
         PolicyName | None, typer.Option(help="Overrides the configuration's policy.")
@@ -123,21 +126,30 @@ def _event_log(path: Path | None) -> Iterator[Callable[[Event], None] | None]:
     if path is None:
         yield None
         return
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise PrefixShieldError(f"{path}: cannot be written: {error.strerror}") from None
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
+    if path.exists() and not path.is_file():  # a pipe or a terminal: nothing to put in place
+        with _written(path), path.open("w", encoding="utf-8") as file:
             yield lambda event: print(json.dumps(event), file=file)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        return
+    path = path.resolve()  # through a link, to the file itself
+    with _written(path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                yield lambda event: print(json.dumps(event), file=file)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """Tell a failure to write as one message."""
+    try:
+        yield
     except OSError as error:
-        os.unlink(name)
         raise PrefixShieldError(f"{path}: cannot be written: {error.strerror}") from None
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _print(console: Console, settings: Config, result: ReplayResult) -> None:

@@ -98,8 +98,10 @@ class PolicyDriver:
 
     def choose(self, count: int) -> Sequence[int] | None:
         """``count`` victims among the candidates, in order; None: take them in native order."""
-        if self.failed or count == 0:
-            return None if self.failed else ()
+        if count == 0:
+            return ()
+        if self.failed:
+            return None
         access = self.current or self.access(self.default)
         victims = self._guarded(self.policy.evict, count, access)
         if victims is None:
