@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -82,7 +83,7 @@ def replay(
         head = {"policy": settings.policy, "preset": settings.preset, "blocks": blocks}
         typer.echo(json.dumps({**head, "block_size": block_size, **result.as_dict()}))
     else:
-        _print(Console(), settings, result)
+        _print(Console(markup=False, highlight=False), settings, result)
     if result.rejected_lines:
         shown = ", ".join(map(str, result.rejected_lines[:5]))
         more = ", ..." if len(result.rejected_lines) > 5 else ""
@@ -154,33 +155,25 @@ def _written(path: Path) -> Iterator[None]:
 
 def _print(console: Console, settings: Config, result: ReplayResult) -> None:
     table = Table(title=f"{settings.policy} ({settings.preset})", title_justify="left")
-    for name in ("group", "requests", "rejected", "hits", "misses", "hit ratio"):
-        table.add_column(name, justify="left" if name == "group" else "right")
+    table.add_column("group")
+    counts = ("requests", "rejected", "hits", "misses", "hit ratio")
+    for name in (*counts, "evicted as owner", "evicted as causer"):
+        table.add_column(name, justify="right")
+    by_owner: Counter[str] = Counter()
+    by_causer: Counter[str] = Counter()
+    for (owner, causer), blocks in result.evictions.items():
+        by_owner[owner] += blocks
+        by_causer[causer] += blocks
 
-    def row(name: str, tally: Tally) -> None:
+    def row(name: str, tally: Tally, evicted_of: int, evicted_by: int) -> None:
         misses = tally.blocks_queried - tally.blocks_hit
-        numbers = (tally.requests, tally.rejected, tally.blocks_hit, misses)
-        table.add_row(name, *map(str, numbers), f"{tally.hit_ratio:.4f}")
+        numbers = map(str, (tally.requests, tally.rejected, tally.blocks_hit, misses))
+        ratio = f"{tally.hit_ratio:.4f}"
+        table.add_row(name, *numbers, ratio, str(evicted_of), str(evicted_by))
 
     for name, tally in result.groups.items():
-        row(name, tally)
+        row(name, tally, by_owner[name], by_causer[name])
     table.add_section()
-    row("all", result.total)
+    row("all", result.total, by_owner.total(), by_causer.total())
+    table.caption = "hits, misses and evictions in blocks"
     console.print(table)
-
-    evictions = Table(title="evicted blocks", title_justify="left")
-    evictions.add_column("owner \\ causer")
-    causers = sorted({causer for _, causer in result.evictions})
-    owners = sorted({owner for owner, _ in result.evictions})
-    for causer in [*causers, "all"]:
-        evictions.add_column(causer, justify="right")
-
-    def evicted(name: str, chosen: list[str]) -> None:
-        by_causer = [sum(result.evictions[o, c] for o in chosen) for c in causers]
-        evictions.add_row(name, *map(str, [*by_causer, sum(by_causer)]))
-
-    for owner in owners:
-        evicted(owner, [owner])
-    evictions.add_section()
-    evicted("all", owners)
-    console.print(evictions)
