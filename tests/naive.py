@@ -126,3 +126,60 @@ class NaiveReplay:
     def log(self, t, event, b, by):
         label = LABELS[b.retention] if self.policy == "shield" else None
         self.events.append((float(t), event, b.group, b.key, label, by))
+
+
+class NaiveS3Fifo:
+    """S3-FIFO of the paper (SOSP 2023) with lists, over blocks of which some are held."""
+
+    def __init__(self, capacity):
+        self.small_size = capacity // 10
+        self.main_size = capacity - self.small_size
+        self.small, self.main, self.ghost = [], [], []
+        self.hits, self.key = {}, {}
+        self.full = False  # whether anything was ever evicted
+
+    def materialise(self, blocks, keys):
+        for block, key in zip(blocks, keys, strict=True):
+            self.key[block], self.hits[block] = key, 0
+            if key in self.ghost:
+                self.ghost.remove(key)
+                self.main.append(block)
+            elif not self.full and len(self.small) >= self.small_size:
+                self.main.append(block)
+            else:
+                self.small.append(block)
+
+    def hit(self, blocks):
+        for block in blocks:
+            self.hits[block] = min(3, self.hits[block] + 1)
+
+    def evict(self, count, candidates):
+        self.full |= count > 0
+        candidates = set(candidates)
+        victims = []
+        while len(victims) < count:
+            small = [b for b in self.small if b in candidates]
+            main = [b for b in self.main if b in candidates]
+            if small and (len(self.main) <= self.main_size or not main):
+                block = small[0]
+                self.small.remove(block)
+                if self.hits[block] >= 2:
+                    self.main.append(block)
+                    continue
+                self.ghost = [k for k in self.ghost if k != self.key[block]] + [self.key[block]]
+                self.ghost = self.ghost[-self.main_size :]
+            else:
+                block = main[0]
+                self.main.remove(block)
+                if self.hits[block] > 0:
+                    self.hits[block] -= 1
+                    self.main.append(block)
+                    continue
+            victims.append(block)
+            candidates.remove(block)
+        return victims
+
+    def forget(self, block):
+        for queue in (self.small, self.main):
+            if block in queue:
+                queue.remove(block)

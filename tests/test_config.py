@@ -4,6 +4,7 @@ import pytest
 
 from prefixshield.config import load_config, namespace_secret, resolve_keys
 from prefixshield.errors import ConfigError
+from prefixshield.policies import POLICIES
 
 RULE = (
     "letters, digits, '_', '.', '-', at most 64, beginning with a letter or a digit "
@@ -102,7 +103,11 @@ def test_a_secret_never_shows(load):
             "bursts: 0, burst: 1}",
             "contracts.base.bursts: unknown key, expected one of: refill_rate, burst",
         ),
-        ("policy: shield", "policy: fifo", "policy: found 'fifo', expected one of: lru, shield"),
+        (
+            "policy: shield",
+            "policy: fifo",
+            f"policy: found 'fifo', expected one of: {', '.join(POLICIES)}",
+        ),
         (
             "preset: paper",
             "preset: strict",

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from prefixshield.config import load_config
 from prefixshield.core.retention import RetentionClass
 from prefixshield.errors import ConfigError, IncompatibleEngineError
+from prefixshield.policies import POLICIES
 from prefixshield.serving import hooks
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.scheduler import build_scheduler
@@ -276,7 +277,7 @@ def test_lru_schedules_what_native_schedules(plane, salt, seed):
     assert ours.preemptions == native.preemptions
 
 
-@pytest.mark.parametrize("policy", ["shield", "lru"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(4))
 def test_random_traffic_leaves_nothing_behind(plane, salt, policy, seed):
     p = plane(policy=policy)

@@ -36,7 +36,7 @@ class CandidateQueues:
     """All candidates, by owner group and retention class."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, tuple[Queue, ...]] = {}
+        self._groups: dict[str, tuple[Queue, Queue, Queue]] = {}
         self._heads: list[list[tuple[int, Queue]]] = [[] for _ in RetentionClass]
         self._next_sequence = 0
         self._count = 0
@@ -44,12 +44,12 @@ class CandidateQueues:
     def __len__(self) -> int:
         return self._count
 
-    def of_group(self, group: str) -> tuple[Queue, ...]:
-        """The group's queues, by class; empty ones at first."""
+    def of_group(self, group: str) -> tuple[Queue, Queue, Queue]:
+        """The group's queues of probationary, normal and reuse blocks; empty ones at first."""
         queues = self._groups.get(group)
         if queues is None:
-            queues = tuple(Queue(group, retention) for retention in RetentionClass)
-            self._groups[group] = queues
+            lowest, middle, highest = (Queue(group, retention) for retention in RetentionClass)
+            queues = self._groups[group] = (lowest, middle, highest)
         return queues
 
     def holds_any_of(self, group: str) -> bool:

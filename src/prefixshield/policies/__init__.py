@@ -6,12 +6,17 @@ from collections.abc import Mapping
 
 from prefixshield.policies.base import Access, Policy, PolicySetup
 from prefixshield.policies.lru import Lru
-from prefixshield.policies.shield import Shield
+from prefixshield.policies.never_hit_first import NeverHitFirst
+from prefixshield.policies.s3fifo import S3Fifo
+from prefixshield.policies.shield import NoDebtGate, NoSegmentation, Shield
 
 __all__ = ["POLICIES", "PRESETS", "Access", "Policy", "PolicySetup", "build_policy"]
 
 #: Every policy by its name.
-POLICIES: Mapping[str, type[Policy]] = {policy.name: policy for policy in (Lru, Shield)}
+POLICIES: Mapping[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (Lru, S3Fifo, NeverHitFirst, Shield, NoSegmentation, NoDebtGate)
+}
 
 #: What a preset is for. Policies other than ``shield`` have no presets and ignore it.
 PRESETS: Mapping[str, str] = {

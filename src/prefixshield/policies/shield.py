@@ -66,7 +66,7 @@ class Shield(Policy):
             prefixes = repeat(("named", access.prefix_id), len(blocks))
         known = self.history.admit(access.group, prefixes, access.request_id)
         origin = _Origin(account, access.request_id, access.prefix_id)
-        probationary, normal, _ = self._queues.of_group(access.group)
+        probationary, normal, _ = self._classes(access.group)
         if account.in_debt(t):
             normal = probationary
         for block, again in zip(blocks, known, strict=True):
@@ -77,10 +77,10 @@ class Shield(Policy):
         """Promote what proven, debt-free reuse earns (policy.md section 5)."""
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
-        if self.ledger.raw_debt(access.group, t) > EPSILON:
+        if self._is_gated(access.group, t):
             return []
         promoted = []
-        reuse = self._queues.of_group(access.group)[RetentionClass.REUSE]
+        _, _, reuse = self._classes(access.group)
         for block in blocks:
             origin = self._origin[block]
             if (
@@ -159,7 +159,34 @@ class Shield(Policy):
         for block, queue in self._queues.check().items():
             assert self._queue[block] is queue, f"block {block} is in another queue"
 
+    def _classes(self, group: str) -> tuple[Queue, Queue, Queue]:
+        """The group's queues of probationary, normal and reuse blocks."""
+        return self._queues.of_group(group)
+
+    def _is_gated(self, group: str, t: float) -> bool:
+        """Whether debt keeps the group's blocks from being promoted: D_g(t) > ε."""
+        return self.ledger.raw_debt(group, t) > EPSILON
+
     def _queue_of(self, block: int) -> Queue:
         queue = self._queue[block]
         assert queue is not None, f"block {block} was never materialised"
         return queue
+
+
+class NoSegmentation(Shield):
+    """Ablation (paper, Fig. 3a): debt decides who pays, native order with which block."""
+
+    name = "no-segmentation"
+
+    def _classes(self, group: str) -> tuple[Queue, Queue, Queue]:
+        only, _, _ = self._queues.of_group(group)
+        return only, only, only
+
+
+class NoDebtGate(Shield):
+    """Ablation (paper, Fig. 3b): reuse is promoted whatever the group owes."""
+
+    name = "no-debt-gate"
+
+    def _is_gated(self, group: str, t: float) -> bool:
+        return False
