@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm_server
@@ -43,9 +44,10 @@ def launch_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
         config: Path | None = None,
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        by_command: bool = False,
     ) -> Server:
         log_path = tmp_path_factory.mktemp("server") / "server.log"
-        server = vllm_server.launch(model, log_path, config, extra_args, env)
+        server = vllm_server.launch(model, log_path, config, extra_args, env, by_command)
         started.append(server)
         return server
 
@@ -56,15 +58,10 @@ def launch_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartSer
 
 @pytest.fixture(scope="session")
 def start_server(launch_server: StartServer) -> StartServer:
-    """Start a server and wait until it answers; with a config, PrefixShield is switched on."""
+    """Start a server as ``launch_server`` does and wait until it answers."""
 
-    def start(
-        model: Path,
-        config: Path | None = None,
-        extra_args: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-    ) -> Server:
-        server = launch_server(model, config, extra_args, env)
+    def start(*arguments: Any, **options: Any) -> Server:
+        server = launch_server(*arguments, **options)
         vllm_server.wait_until_ready(server)
         return server
 

@@ -65,7 +65,8 @@ def flood(server):
 
 
 def test_metrics_count_blocks_and_tokens_by_group(start_server, tiny_model, config):
-    server = start_server(tiny_model, config, ["--num-gpu-blocks-override", "65"])
+    options = ["--num-gpu-blocks-override", "65"]
+    server = start_server(tiny_model, config, options, by_command=True)
     assert re.search(r"PrefixShield \S+ is active: policy shield", server.log_path.read_text())
     hot = list(range(5, 5 + 320 + 1))
     assert complete(server, "sk-victim", hot) == 0

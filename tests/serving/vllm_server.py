@@ -72,17 +72,21 @@ def launch(
     config: Path | None = None,
     extra_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    by_command: bool = False,
 ) -> Server:
-    """Start a server without waiting for it; with a config, PrefixShield is switched on."""
+    """Start a server without waiting for it; with a config, PrefixShield is switched on.
+
+    ``by_command``: by ``prefixshield serve`` instead of vLLM's own options.
+    """
     port = _free_port()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--tokenizer", str(tokenizer_of(model))),
-        *("--port", str(port)),
-        *_OPTIONS,
-        *(shield_options(config) if config is not None else ()),
-        *extra_args,
-    ]
+    if by_command:
+        script = Path(sys.executable).with_name("prefixshield")
+        command = [str(script), "serve", str(model), "--config", str(config)]
+    else:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(model), *(shield_options(config) if config else ())]
+    command += ["--tokenizer", str(tokenizer_of(model)), "--port", str(port)]
+    command += [*_OPTIONS, *extra_args]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
