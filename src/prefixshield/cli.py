@@ -21,7 +21,8 @@ from prefixshield import __version__
 from prefixshield.config import Config, load_config, paper_config
 from prefixshield.errors import PrefixShieldError
 from prefixshield.policies import POLICIES, PRESETS
-from prefixshield.sim.replay import Event, Replay, ReplayResult, Tally, groups_of
+from prefixshield.sim.clairvoyant import Clairvoyant
+from prefixshield.sim.replay import Event, Replay, ReplayResult, Tally, replay_policy
 from prefixshield.traces import read_trace
 
 app = typer.Typer(
@@ -34,7 +35,7 @@ app = typer.Typer(
 #: The largest pool that replay takes, in blocks; it needs about 100 bytes a block.
 MAX_BLOCKS = 2**24
 
-PolicyName = StrEnum("PolicyName", {name: name for name in POLICIES})  # type: ignore[misc]
+PolicyName = StrEnum("PolicyName", {name: name for name in (*POLICIES, Clairvoyant.name)})  # type: ignore[misc]
 PresetName = StrEnum("PresetName", {name: name for name in PRESETS})  # type: ignore[misc]
 
 
@@ -72,8 +73,7 @@ def replay(
     update = {"policy": policy, "preset": preset}
     settings = settings.model_copy(update={k: str(v) for k, v in update.items() if v})
     requests = read_trace(trace, block_size)
-    groups = groups_of(settings, requests)
-    run = Replay(settings, blocks, block_size, groups)
+    run = Replay(settings, replay_policy(settings, blocks, requests, block_size), block_size)
     with _event_log(events) as log:
         try:
             result = run.run(requests, log)

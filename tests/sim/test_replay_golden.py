@@ -7,14 +7,13 @@ Block size 4 throughout. A request is ``time group[/contract] tokens ids``; an e
 import pytest
 
 from prefixshield.config import Config, ContractSection, GroupSection
-from prefixshield.sim.replay import Replay
+from prefixshield.sim.replay import Replay, replay_policy
 from prefixshield.traces import TraceRequest
 
 
 def replay(contracts, blocks, script, policy="shield"):
     """Events as text, by request."""
     config = Config(
-        policy=policy,
         preset="paper",
         contracts={
             name: ContractSection(refill_rate=rate, burst=burst)
@@ -22,9 +21,8 @@ def replay(contracts, blocks, script, policy="shield"):
         },
         groups={name: GroupSection(contract=next(iter(contracts))) for name in "abcd"},
         default_group="a",
-    )
-    run = Replay(config, blocks, 4, list("abcd"))
-    logs = []
+    ).model_copy(update={"policy": policy})  # replay's own policies are none to serve
+    requests = []
     for line, text in enumerate(script):
         time, who, tokens, *ids = text.split()
         group, _, contract = who.partition("/")
@@ -38,10 +36,14 @@ def replay(contracts, blocks, script, policy="shield"):
             contract=contract or None,
             prefix_id=None,
         )
+        requests.append(request)
+    run = Replay(config, replay_policy(config, blocks, requests, 4), 4)
+    logs = []
+    for request in requests:
         log = []
         run.run([request], log.append)
         run.pool.check()
-        assert all(event["t"] == float(time) for event in log)
+        assert all(event["t"] == request.timestamp_ms / 1000 for event in log)
         logs.append(
             [" ".join(str(e[k]) for k in ("event", "group", "block", "class", "by")) for e in log]
         )
@@ -213,13 +215,34 @@ def test_a_request_larger_than_the_pool_is_skipped_and_counted():
         groups={"a": GroupSection(contract="std")},
         default_group="a",
     )
-    run = Replay(config, 2, 4, ["a"])
     big = TraceRequest(7, 0.0, 12, 0, (1, 2, 3), None, None, None)
     small = TraceRequest(8, 0.0, 8, 0, (1, 2), None, None, None)
+    run = Replay(config, replay_policy(config, 2, [big, small], 4), 4)
     result = run.run([big, small])
     assert result.rejected_lines == [7]
     assert (result.total.requests, result.total.rejected) == (2, 1)
     assert result.total.blocks_queried == 2
+
+
+def test_the_clairvoyant_keeps_what_is_used_next():
+    logs = replay(
+        {"std": (1, 0)},
+        2,
+        [
+            "0 a 5 1",
+            "0 a 5 2",
+            "0 a 5 3",  # 1 is used at 5, 2 never again: 2 goes, though 1 is older
+            "0 a 5 4",  # 1 at 5, 3 at 6: 3 goes
+            "0 a 4 4",  # its only token block is computed again: 4, used no more, makes room
+            "0 a 5 1",
+            "0 a 5 3",
+        ],
+        policy="clairvoyant",
+    )
+    assert logs[2][0] == "evict a 2 None a"
+    assert logs[3][0] == "evict a 3 None a"
+    assert logs[4][0] == "evict a 4 None a"
+    assert logs[5] == []  # a hit
 
 
 @pytest.mark.parametrize("policy", ["lru", "shield"])

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from naive import NaiveReplay
 
 from prefixshield.config import Config, ContractSection, GroupSection
-from prefixshield.sim.replay import Replay
+from prefixshield.sim.replay import Replay, replay_policy
 from prefixshield.traces import TraceRequest
 
 BLOCK_SIZE = 4
@@ -63,7 +63,7 @@ def run(table, requests, blocks, policy):
         default_group="a",
     )
     events = []
-    replay = Replay(config, blocks, BLOCK_SIZE, GROUPS)
+    replay = Replay(config, replay_policy(config, blocks, requests, BLOCK_SIZE), BLOCK_SIZE)
     for request in requests:
         replay.run([request], lambda event: events.append(tuple(event.values())))
         replay.pool.check()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prefixshield.config import paper_config
-from prefixshield.sim.replay import Replay, groups_of
+from prefixshield.sim.replay import Replay, replay_policy
 from prefixshield.traces import read_trace
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
@@ -17,7 +17,7 @@ MOONCAKE = TRACES / "mooncake_conversation_bs512.jsonl.gz"
 def replay(path, block_size, blocks, policy):
     requests = read_trace(path, block_size)
     config = paper_config().model_copy(update={"policy": policy, "preset": "paper"})
-    run = Replay(config, blocks, block_size, groups_of(config, requests))
+    run = Replay(config, replay_policy(config, blocks, requests, block_size), block_size)
     result = run.run(requests)
     run.pool.check()
     return result
@@ -32,6 +32,8 @@ def replay(path, block_size, blocks, policy):
         (AGENTS, 16, 2623, "shield", 225760, 253122, 3),
         (AGENTS, 16, 6557, "lru", 235179, 261489, 0),
         (AGENTS, 16, 6557, "shield", 235145, 261489, 0),
+        (AGENTS, 16, 2623, "s3fifo", 224290, 253122, 3),
+        (AGENTS, 16, 2623, "clairvoyant", 227262, 253122, 3),
         (MOONCAKE, 512, 9139, "lru", 56373, 288500, 0),
         (MOONCAKE, 512, 9139, "shield", 42372, 288500, 0),
     ],

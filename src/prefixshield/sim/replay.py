@@ -14,7 +14,8 @@ from typing import Any
 from prefixshield.config import Config
 from prefixshield.errors import TraceError
 from prefixshield.policies import PolicySetup, build_policy
-from prefixshield.policies.base import Access
+from prefixshield.policies.base import Access, Policy
+from prefixshield.sim.clairvoyant import Clairvoyant, Future
 from prefixshield.sim.pool import SimBlockPool
 from prefixshield.traces import TraceRequest
 
@@ -74,17 +75,11 @@ class ReplayResult:
 class Replay:
     """One policy over one simulated pool, fed with requests."""
 
-    def __init__(
-        self, config: Config, capacity_blocks: int, block_size: int, groups: Sequence[str]
-    ):
-        """``groups``: every group that the requests will name."""
+    def __init__(self, config: Config, policy: Policy, block_size: int) -> None:
         self._config = config
         self._block_size = block_size
-        self.policy = build_policy(
-            config.policy,
-            PolicySetup(capacity_blocks, config.contract_table(), groups, config.preset),
-        )
-        self.pool = SimBlockPool(self.policy)
+        self.policy = policy
+        self.pool = SimBlockPool(policy)
         self.result = ReplayResult()
 
     def run(
@@ -111,9 +106,7 @@ class Replay:
                 tally.rejected += 1
             return
 
-        # The last token is always computed, so its block can never be a hit.
-        reusable = (request.input_length - 1) // self._block_size
-        hits = self.pool.lookup(access.group, hashes[:reusable])
+        hits = self.pool.lookup(access.group, _reusable(request, self._block_size))
         self.pool.hold(hits)
         promoted = self.policy.hit(hits, access)
         new_hashes = hashes[len(hits) :]
@@ -155,7 +148,7 @@ class Replay:
                 emit("admit", access.group, block_hash, self._label(block))
 
     def _access(self, request: TraceRequest) -> Access:
-        group = request.group or self._config.default_group
+        group = _group(self._config, request)
         contract = request.contract or self._config.default_contract(group)
         if contract not in self._config.contracts:
             raise TraceError(
@@ -169,7 +162,29 @@ class Replay:
         return None if retention is None else retention.label
 
 
-def groups_of(config: Config, requests: Iterable[TraceRequest]) -> list[str]:
-    """The configured groups, then those that only the requests name, in order of appearance."""
-    named = (request.group or config.default_group for request in requests)
-    return list(dict.fromkeys([*config.groups, *named]))
+def replay_policy(
+    config: Config, capacity_blocks: int, requests: Sequence[TraceRequest], block_size: int
+) -> Policy:
+    """The configured policy over a pool, for these requests in this order.
+
+    Bounded state is shared by the configured groups and those that only the requests name.
+    """
+    groups = dict.fromkeys([*config.groups, *(_group(config, request) for request in requests)])
+    setup = PolicySetup(capacity_blocks, config.contract_table(), list(groups), config.preset)
+    if config.policy != Clairvoyant.name:
+        return build_policy(config.policy, setup)
+    future = Future(
+        (request.line, ((_group(config, request), key) for key in _reusable(request, block_size)))
+        for request in requests
+        if len(request.hash_ids) <= capacity_blocks
+    )
+    return Clairvoyant(setup, future)
+
+
+def _group(config: Config, request: TraceRequest) -> str:
+    return request.group or config.default_group
+
+
+def _reusable(request: TraceRequest, block_size: int) -> tuple[int, ...]:
+    """The blocks that can be hit: the last token is always computed, so its block never is."""
+    return request.hash_ids[: (request.input_length - 1) // block_size]
