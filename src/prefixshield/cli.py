@@ -32,7 +32,8 @@ app = typer.Typer(
     help="Multi-tenant KV-cache protection for vLLM: whoever fills the prefix cache pays for it.",
 )
 
-#: The largest pool that replay takes, in blocks; it needs about 100 bytes a block.
+#: The largest pool that replay takes, in blocks: far above any real one, so that a digit too many
+#: ends in a message and not in the machine's memory.
 MAX_BLOCKS = 2**24
 
 PolicyName = StrEnum("PolicyName", {name: name for name in (*POLICIES, Clairvoyant.name)})  # type: ignore[misc]

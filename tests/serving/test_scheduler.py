@@ -326,6 +326,16 @@ def test_a_policy_that_raises_costs_protection_and_nothing_else(
     assert not driver.failed
 
 
+def test_a_policy_whose_promotions_make_no_sense_is_not_believed(plane, salt, monkeypatch):
+    p = plane()
+    monkeypatch.setattr(p.scheduler.driver.policy, "hit", lambda blocks, access: 7)
+    for name in ("1", "2"):
+        p.add(request(name, range(96), salt(VICTIM)))
+        p.run()
+    assert p.scheduler.driver.failed
+    assert p.finished == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -68,9 +68,9 @@ class PolicyDriver:
         """The current request reuses held, cached blocks; a touch by anyone else is no reuse."""
         if self.current is None or not self.proves_reuse:
             return
-        promoted = self._guarded(self.policy.hit, blocks, self.current)
+        promoted = self._guarded(self._promotions, blocks, self.current)
         if promoted:
-            self.counts["promoted", self.current.group] += len(promoted)
+            self.counts["promoted", self.current.group] += promoted
 
     def held(self, blocks: Sequence[int]) -> None:
         """Free cached blocks are about to be held."""
@@ -152,6 +152,9 @@ class PolicyDriver:
             what,
             exc_info=with_traceback,
         )
+
+    def _promotions(self, blocks: Sequence[int], access: Access) -> int:
+        return len(self.policy.hit(blocks, access))
 
     def _are_distinct_candidates(self, victims: Sequence[int], count: int) -> bool:
         return (
