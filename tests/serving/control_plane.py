@@ -1,37 +1,20 @@
-"""vLLM's real scheduler, KV-cache manager and block pool in process, without a model.
-
-``ControlPlane`` makes the steps that an engine makes and answers them with made-up tokens, so
-whole traffic runs in microseconds on the code that serves.
-"""
+"""What the tests build on vLLM's real scheduler and KV-cache manager: managers, requests, records."""
 
 from __future__ import annotations
 
-import functools
-import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+from prefixshield.serving.control_plane import ControlPlane as RealControlPlane
+from prefixshield.serving.control_plane import cache_config, engine_config
 
-import torch
+# isort: split
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from prefixshield.core.ledger import Contract
 from prefixshield.policies import PolicySetup, build_policy
@@ -39,19 +22,11 @@ from prefixshield.serving.driver import PolicyDriver
 from prefixshield.serving.namespace import Identity
 from prefixshield.serving.pool import Tag, tag, take_over
 
+__all__ = ["cache_config", "engine_config"]
+
 BLOCK_SIZE = 32
 
 init_none_hash(sha256)
-
-
-def cache_config(num_blocks: int, block_size: int, sliding_window: int | None = None):
-    """A full-attention cache; with ``sliding_window``, a hybrid one with a second group."""
-    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
-    if sliding_window is not None:
-        spec = SlidingWindowSpec(**shape, sliding_window=sliding_window)
-        groups.append(KVCacheGroupSpec(["window"], spec))
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def make_manager(
@@ -108,37 +83,11 @@ def make_request(
     return request
 
 
-@functools.cache
-def engine_config(model: Path, num_blocks: int, additional: str, **options):
-    """vLLM's own configuration for a tiny model; ``additional``: path of our configuration."""
-    config = EngineArgs(
-        model=str(model),
-        load_format="dummy",
-        dtype="float32",
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=num_blocks,
-        enforce_eager=True,
-        max_model_len=2048,
-        skip_tokenizer_init=True,
-        additional_config={"prefixshield": additional} if additional else {},
-        **options,
-    ).create_engine_config()
-    config.cache_config.num_gpu_blocks = num_blocks
-    return config
-
-
-class ControlPlane:
-    """A scheduler that is fed, stepped and answered like the engine's."""
+class ControlPlane(RealControlPlane):
+    """Records what a step did."""
 
     def __init__(self, build, vllm_config, num_blocks: int) -> None:
-        self.scheduler: Scheduler = build(
-            vllm_config=vllm_config,
-            kv_cache_config=cache_config(num_blocks, BLOCK_SIZE),
-            structured_output_manager=StructuredOutputManager(vllm_config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
-            log_stats=True,
-        )
+        super().__init__(build, vllm_config, num_blocks, BLOCK_SIZE)
         self.outputs: dict[str, list[int]] = {}
         self.block_tables: list[dict[str, tuple[list[int], ...]]] = []
         self.cached_tokens: dict[str, int] = {}
@@ -158,31 +107,19 @@ class ControlPlane:
 
     def step(self) -> bool:
         """One engine step; returns whether anything was scheduled."""
-        scheduled = self.scheduler.schedule()
-        ids = list(scheduled.num_scheduled_tokens)
+        scheduled = self.schedule()
         manager = self.scheduler.kv_cache_manager
         self.block_tables.append(
-            {request_id: manager.get_block_ids(request_id) for request_id in ids}
+            {id_: manager.get_block_ids(id_) for id_ in scheduled.num_scheduled_tokens}
         )
         self.preemptions += len(scheduled.preempted_req_ids or ())
-        sampled = []
-        for request_id in ids:
-            request = self.scheduler.requests[request_id]
-            done = request.num_computed_tokens >= request.num_tokens
-            sampled.append([_token(request)] if done else [])
-            self.outputs[request_id] += sampled[-1]
-        answer = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
-        )
-        for outputs in self.scheduler.update_from_output(scheduled, answer).values():
-            for output in outputs.outputs:
-                if output.prefill_stats is not None:
-                    self.cached_tokens[output.request_id] = output.prefill_stats.num_cached_tokens
-                if output.finish_reason is not None:
-                    self.finished.append(output.request_id)
-        return bool(ids)
+        for output in self.answer(scheduled, _token):
+            self.outputs[output.request_id] += output.new_token_ids
+            if output.prefill_stats is not None:
+                self.cached_tokens[output.request_id] = output.prefill_stats.num_cached_tokens
+            if output.finish_reason is not None:
+                self.finished.append(output.request_id)
+        return bool(scheduled.num_scheduled_tokens)
 
     def run(self, limit: int = 10_000) -> None:
         """Step until nothing is left to do."""

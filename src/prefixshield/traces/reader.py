@@ -33,6 +33,8 @@ class TraceRequest:
     """None: the group's own contract."""
     prefix_id: str | None
     """The logical prefix that the request names, if any."""
+    measured: bool = True
+    """Whether experiments count it; False for warm-up and for traffic that only presses."""
 
 
 def read_trace(path: Path | str, block_size: int) -> list[TraceRequest]:
@@ -113,6 +115,9 @@ def _parse(path: Path | str, number: int, line: bytes, block_size: int) -> Trace
             f"{full} ids, one per full block of {block_size} tokens of input_length "
             f"{input_length} (is --block-size that of the trace?)",
         )
+    measured = data.get("measured", True)
+    if type(measured) is not bool:
+        raise fail("measured", measured, "true or false, or no such key")
     if len(set(ids)) != len(ids):
         raise fail("hash_ids", ids, "every id once: an id names the whole prefix up to its block")
     return TraceRequest(
@@ -124,4 +129,5 @@ def _parse(path: Path | str, number: int, line: bytes, block_size: int) -> Trace
         group=text("group"),
         contract=text("contract"),
         prefix_id=text("prefix_id"),
+        measured=measured,
     )
