@@ -171,6 +171,11 @@ def load_config(path: Path | str) -> Config:
     return config
 
 
+def dump_config(config: Config) -> str:
+    """A configuration as the text of a file that ``load_config`` reads, its secrets in clear."""
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
 def encode_secret(secret: str) -> bytes:
     """A secret's bytes, those from an environment that is not UTF-8 included."""
     return secret.encode("utf-8", "surrogateescape")
