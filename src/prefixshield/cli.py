@@ -64,6 +64,10 @@ def replay(
         Path | None,
         typer.Option(help="Configuration file. Without one: the paper's three contracts."),
     ] = None,
+    for_group: Annotated[
+        str | None,
+        typer.Option(help="With clairvoyant: the bound for the hits of this group alone."),
+    ] = None,
     events: Annotated[
         Path | None, typer.Option(help="Write the event log (JSON lines) to this file.")
     ] = None,
@@ -74,7 +78,8 @@ def replay(
     update = {"policy": policy, "preset": preset}
     settings = settings.model_copy(update={k: str(v) for k, v in update.items() if v})
     requests = read_trace(trace, block_size)
-    run = Replay(settings, replay_policy(settings, blocks, requests, block_size), block_size)
+    chosen = replay_policy(settings, blocks, requests, block_size, for_group)
+    run = Replay(settings, chosen, block_size)
     with _event_log(events) as log:
         try:
             result = run.run(requests, log)
@@ -82,6 +87,7 @@ def replay(
             raise type(error)(f"{trace}: {error}") from None
     if as_json:
         head = {"policy": settings.policy, "preset": settings.preset, "blocks": blocks}
+        head |= {"for_group": for_group} if for_group else {}
         typer.echo(json.dumps({**head, "block_size": block_size, **result.as_dict()}))
     else:
         _print(Console(markup=False, highlight=False), settings, result)

@@ -3,7 +3,9 @@
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
 Journal 1966. Deviations: held blocks are excepted, and it looks at blocks, not at prefixes, so a
 block may be kept whose predecessor is gone; it is what block-wise policies are measured against,
-not a proven optimum. It knows the whole trace, so it exists in serial replay only.
+not a proven optimum. Told of one group's uses only, it bounds what that group can get: the blocks
+of the others are never used again and go first. It knows the whole trace, so it exists in serial
+replay only.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixshield.config import Config
-from prefixshield.errors import TraceError
+from prefixshield.errors import PrefixShieldError, TraceError
 from prefixshield.policies import PolicySetup, build_policy
 from prefixshield.policies.base import Access, Policy
-from prefixshield.sim.clairvoyant import Clairvoyant, Future
+from prefixshield.sim.clairvoyant import Clairvoyant, Future, Use
 from prefixshield.sim.pool import SimBlockPool
 from prefixshield.traces import TraceRequest
 
@@ -163,18 +163,40 @@ class Replay:
 
 
 def replay_policy(
-    config: Config, capacity_blocks: int, requests: Sequence[TraceRequest], block_size: int
+    config: Config,
+    capacity_blocks: int,
+    requests: Sequence[TraceRequest],
+    block_size: int,
+    for_group: str | None = None,
 ) -> Policy:
     """The configured policy over a pool, for these requests in this order.
 
     Bounded state is shared by the configured groups and those that only the requests name.
+    ``for_group``: the clairvoyant works for this group alone, all other uses count as never.
     """
-    groups = dict.fromkeys([*config.groups, *(_group(config, request) for request in requests)])
+    present = dict.fromkeys(_group(config, request) for request in requests)
+    groups = dict.fromkeys([*config.groups, *present])
     setup = PolicySetup(capacity_blocks, config.contract_table(), list(groups), config.preset)
     if config.policy != Clairvoyant.name:
+        if for_group is not None:
+            raise PrefixShieldError(
+                f"--for-group: found the policy {config.policy!r}, expected {Clairvoyant.name!r}, "
+                "the only one that can work for one group"
+            )
         return build_policy(config.policy, setup)
+    if for_group is not None and for_group not in present:
+        raise PrefixShieldError(
+            f"--for-group: found {for_group!r}, expected a group of the trace: {', '.join(present)}"
+        )
+
+    def uses(request: TraceRequest) -> list[Use]:
+        group = _group(config, request)
+        if for_group not in (None, group):
+            return []
+        return [(group, key) for key in _reusable(request, block_size)]
+
     future = Future(
-        (request.line, ((_group(config, request), key) for key in _reusable(request, block_size)))
+        (request.line, uses(request))
         for request in requests
         if len(request.hash_ids) <= capacity_blocks
     )
