@@ -11,15 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from demo import figure, report
 from demo.evictions import EventTap, EvictionLedger
-from demo.server import (
-    ACTIVE_LINE,
-    FOLDER,
-    MODEL_FOLDER,
-    MODEL_NAME,
-    Policy,
-    Server,
-    ServerError,
-)
+from demo.server import FOLDER, MODEL_FOLDER, Policy, make_server
 from demo.tenants import load_keys
 from demo.traffic import (
     BLOCK_SIZE_TOKENS,
@@ -31,6 +23,7 @@ from demo.traffic import (
     tenant_of_token,
 )
 from prefixshield.errors import PrefixShieldError
+from prefixshield.serving.child_server import ACTIVE_LINE, MODEL_NAME
 from prefixshield.serving.tiny_model import write_tiny_model
 
 REPORT_FILE = FOLDER / "report.json"
@@ -43,7 +36,7 @@ def run(policies: Sequence[Policy], seed: int) -> int:
     console = Console()
     try:
         return _run(console, policies, seed)
-    except (ServerError, PrefixShieldError) as error:
+    except PrefixShieldError as error:
         console.print(f"demo: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
 
@@ -82,7 +75,7 @@ def _run_policy(
     ledger = EvictionLedger(tenant_of_token)
     with (
         EventTap() as tap,
-        Server(policy, list(keys.values()), events_endpoint=tap.endpoint) as server,
+        make_server(policy, list(keys.values()), events_endpoint=tap.endpoint) as server,
     ):
         line.start()
         server.wait_until_healthy()

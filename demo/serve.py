@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from demo.server import MODEL_FOLDER, MODEL_NAME, Server, ServerError, free_port
+from demo.server import MODEL_FOLDER, make_server
+from prefixshield.errors import PrefixShieldError
+from prefixshield.serving.child_server import MODEL_NAME, ServerError, free_port
 
 USUAL_PORT = 8000
 
@@ -32,18 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(port: int | None) -> int:
     from demo.tenants import load_keys
-    from prefixshield.errors import PrefixShieldError
     from prefixshield.serving.tiny_model import write_tiny_model
 
     try:
         keys = load_keys()
         port = _usual_or_free_port() if port is None else free_port(port)
         write_tiny_model(MODEL_FOLDER)
-        with Server("shield", list(keys.values()), port=port, log_to_file=False) as server:
+        with make_server("shield", list(keys.values()), port=port, log_to_file=False) as server:
             server.wait_until_healthy()
             print(_invitation(server.base_url, keys["victim"]), flush=True)
             status = server.wait()
-    except (ServerError, PrefixShieldError) as error:
+    except PrefixShieldError as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
     print(f"serve: the server ended with status {status}", file=sys.stderr)
