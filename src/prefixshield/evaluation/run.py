@@ -48,6 +48,8 @@ class Run:
     """None: the engine does not say."""
     duration_s: float | None = None
     """First arrival to last token, on the engine's own clock; None: the engine has no time."""
+    max_send_lag_ms: float | None = None
+    """How much later than its time a request was sent at worst; None: by no client."""
 
 
 def workload_config(
