@@ -10,12 +10,12 @@ import copy
 import functools
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from prefixshield.config import Config, dump_config
-from prefixshield.evaluation.run import Outcome, Run
+from prefixshield.evaluation.profiles import CostModel
+from prefixshield.evaluation.run import Outcome, Run, workload_config
 from prefixshield.serving.control_plane import ControlPlane, engine_config
 
 # isort: split
@@ -33,27 +33,8 @@ from prefixshield.serving.tiny_model import write_tiny_model
 from prefixshield.serving.wiring import CONFIG_KEY
 from prefixshield.traces import TraceRequest, Workload
 
-
-@dataclass(frozen=True)
-class CostModel:
-    """How long a scheduler step takes, and how much fits into it."""
-
-    base_ms: float
-    """Every step: the weights are read once."""
-    prefill_ms_per_token: float
-    decode_ms_per_sequence: float
-    max_batched_tokens: int = 2048
-    """vLLM's --max-num-batched-tokens: longer prompts are computed in chunks."""
-    max_sequences: int = 256
-    """vLLM's --max-num-seqs."""
-
-    def step_ms(self, prefill_tokens: int, decoding: int) -> float:
-        """Duration of a step that computes so many prompt tokens and decoding sequences."""
-        return (
-            self.base_ms
-            + self.prefill_ms_per_token * prefill_tokens
-            + self.decode_ms_per_sequence * decoding
-        )
+#: Requests from which C_prefill is calibrated (paper, section IV).
+CALIBRATION_REQUESTS = 32
 
 
 def run_virtual_time(
@@ -101,7 +82,7 @@ class _Engine:
         self._errors: dict[str, str] = {}
         self._preemptions = 0
         self._peak: Counter[str] = Counter()
-        self._debt_seconds: Counter[str] = Counter()
+        self._debt_seconds = dict.fromkeys(workload.groups, 0.0)
         measured = [r.timestamp_ms for r in workload.requests if r.measured]
         self._window_ms = (measured[0], measured[-1]) if measured else (0.0, 0.0)
 
@@ -121,7 +102,7 @@ class _Engine:
         window_s = (self._window_ms[1] - self._window_ms[0]) / 1000
         return Run(
             outcomes=[self._outcome(request) for request in requests],
-            evictions=Counter({k[1:]: n for k, n in counts.items() if k[0] == "evicted"}),
+            evictions=Counter({(k[1], k[2]): n for k, n in counts.items() if k[0] == "evicted"}),
             materialised=Counter({k[1]: n for k, n in counts.items() if k[0] == "materialised"}),
             promoted=Counter({k[1]: n for k, n in counts.items() if k[0] == "promoted"}),
             peak_blocks=dict(self._peak),
@@ -222,6 +203,32 @@ def _plane_config(block_size: int, num_blocks: int, costs: CostModel) -> VllmCon
     config = copy.copy(made)
     config.model_config = copy.copy(made.model_config)
     return config
+
+
+@functools.cache
+def prefill_capacity(costs: CostModel, prompt_tokens: int, capacity_blocks: int) -> float:
+    """C_prefill in requests per second: 32 prompts without a common block at once, under LRU.
+
+    Source: paper, section IV, Cache and policy configuration. Blocks are of 16 tokens.
+    """
+    blocks = prompt_tokens // 16
+    requests = tuple(
+        TraceRequest(
+            line=number + 1,
+            timestamp_ms=0.0,
+            input_length=prompt_tokens,
+            output_length=1,
+            hash_ids=tuple(range(number * blocks, (number + 1) * blocks)),
+            group=None,
+            contract=None,
+            prefix_id=None,
+        )
+        for number in range(CALIBRATION_REQUESTS)
+    )
+    workload = Workload("calibration", 16, {"all": "standard"}, requests)
+    run = run_virtual_time(workload, workload_config(workload, "lru"), capacity_blocks, costs)
+    assert run.duration_s is not None
+    return CALIBRATION_REQUESTS / run.duration_s
 
 
 @functools.cache
