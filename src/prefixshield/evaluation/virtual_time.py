@@ -206,7 +206,7 @@ def _plane_config(block_size: int, num_blocks: int, costs: CostModel) -> VllmCon
 
 
 @functools.cache
-def prefill_capacity(costs: CostModel, prompt_tokens: int, capacity_blocks: int) -> float:
+def prefill_capacity(costs: CostModel, prompt_tokens: int, capacity_blocks: int = 511) -> float:
     """C_prefill in requests per second: 32 prompts without a common block at once, under LRU.
 
     Source: paper, section IV, Cache and policy configuration. Blocks are of 16 tokens.

@@ -64,6 +64,10 @@ class Shape:
     warm_rounds: int = 3
     """Rounds over the hot prefixes, by the victim alone, before anything is measured."""
 
+    def prompt_tokens(self, block_size: int) -> int:
+        """Length of a request's prompt: a prefix and a question."""
+        return PREFIX_BLOCKS * block_size + round(self.question_blocks * block_size)
+
     @property
     def extra_blocks(self) -> int:
         """Full blocks that question and output add to a request's prefix."""
@@ -305,5 +309,6 @@ def delayed_replay(
     sizes = [neutral // requests + (i < neutral % requests) for i in range(requests)]
     later_s += 10.0
     play(NEUTRAL, [maker.prefix(size - shape.extra_blocks) for size in sizes], later_s)
-    play(VICTIM, hot, later_s + 10.0, measured=True)
+    # Newest first: what a miss of the probe evicts is not asked for any more.
+    play(VICTIM, hot[::-1], later_s + 10.0, measured=True)
     return maker.workload(_CONTRACTS)

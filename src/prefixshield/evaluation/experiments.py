@@ -1,0 +1,233 @@
+"""The paper's experiments: which workload, pool, profile and policies each of them runs.
+
+An experiment is a list of cells; a cell is one seed of one variant under one policy on one engine.
+Matched runs share the seed, so every policy gets the same requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from prefixshield.config import PAPER_CONTRACTS
+from prefixshield.core.ledger import Contract
+from prefixshield.policies import POLICIES
+from prefixshield.sim.clairvoyant import Clairvoyant
+from prefixshield.traces import Workload, pollution
+from prefixshield.traces.conversations import bursty, conversations, sharegpt_like
+from prefixshield.traces.pollution import DEFAULT_SHAPE, PREFIX_BLOCKS, Load
+
+EngineName = Literal["serial", "virtual", "real"]
+
+DEFAULT_PROFILE = "L4, 1.5B"
+
+#: Usable blocks of the paper's default pool: 512 configured, of which vLLM keeps one.
+DEFAULT_BLOCKS = 511
+
+#: C_prefill of the paper's default deployment: 5.955 requests/s at 60% load (section IV).
+PAPER_CAPACITY = 5.955 / 0.6
+
+BEST_EFFORT = Contract(
+    PAPER_CONTRACTS["best-effort"].refill_rate, PAPER_CONTRACTS["best-effort"].burst
+)
+
+#: The clairvoyant bound for the victim alone, beside the overall one; both serial only.
+VICTIM_BOUND = f"{Clairvoyant.name}-victim"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One workload over one pool."""
+
+    make: Callable[[int, Load, int], Workload]
+    """From a seed, the load and the block size."""
+    policies: Sequence[str]
+    capacity_blocks: int = DEFAULT_BLOCKS
+    profile: str = DEFAULT_PROFILE
+    alpha: float = 0.6
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One table or figure of the paper."""
+
+    title: str
+    variants: Mapping[str, Variant]
+    engines: Sequence[EngineName] = ("virtual", "real")
+    """Which engines it can run on; the first is the default."""
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    engine: str
+    variant: str
+    policy: str
+    seed: int
+
+
+_ALL = tuple(POLICIES)
+_PAIR = ("lru", "shield")
+_BASELINES = ("lru", "s3fifo", "never-hit-first", "shield")
+
+
+def _attacks() -> dict[str, Variant]:
+    return {
+        "one-touch": Variant(_one_touch(pollution.HOT_PREFIXES), _ALL),
+        "low-and-slow": Variant(_low_and_slow, _ALL),
+        "two-pass replay": Variant(_two_pass_replay, _ALL),
+        "low-and-slow, no attack": Variant(_low_and_slow_control, ("lru",)),
+        "two-pass replay, no attack": Variant(_two_pass_control, ("lru",)),
+    }
+
+
+def _one_touch(hot_prefixes: int) -> Callable[[int, Load, int], Workload]:
+    def make(seed: int, load: Load, block_size: int) -> Workload:
+        return pollution.one_touch(seed, load, block_size=block_size, hot_prefixes=hot_prefixes)
+
+    return make
+
+
+def _low_and_slow(seed: int, load: Load, block_size: int) -> Workload:
+    return pollution.low_and_slow(seed, load, block_size=block_size)
+
+
+def _low_and_slow_control(seed: int, load: Load, block_size: int) -> Workload:
+    return pollution.low_and_slow(seed, load, attacked=False, block_size=block_size)
+
+
+def _two_pass_replay(seed: int, load: Load, block_size: int) -> Workload:
+    return pollution.two_pass_replay(seed, load, block_size=block_size)
+
+
+def _two_pass_control(seed: int, load: Load, block_size: int) -> Workload:
+    return pollution.two_pass_replay(seed, load, attacked=False, block_size=block_size)
+
+
+def _borrowing(seed: int, load: Load, block_size: int) -> Workload:
+    return pollution.borrowing(seed, load, block_size=block_size)
+
+
+def _conversations(*, burst: bool) -> Callable[[int, Load, int], Workload]:
+    """Conversations fitted to ShareGPT, of two groups on the same contract.
+
+    Rate, think time and the length of generated answers are not in the paper: chosen so that LRU
+    serves about as much from the cache as the paper's policies do, at about their P95 TTFT.
+    """
+
+    def make(seed: int, load: Load, block_size: int) -> Workload:
+        scale = block_size // 16
+        workload = conversations(
+            seed,
+            sharegpt_like(seed, CONVERSATIONS, max_tokens=1900),
+            {"chat-a": "standard", "chat-b": "standard"},
+            rate=0.2 * load.base_rate,
+            think_s=2.0,
+            service_s=0.5,
+            service_token_s=0.005,
+            scale=scale,
+            name="sharegpt-like",
+        )
+        # A next turn holds the trace's answer, so what is generated here is never used again.
+        longest = round(DEFAULT_SHAPE.output_blocks * block_size)
+        requests = (
+            replace(request, output_length=min(longest, request.output_length))
+            for request in workload.requests
+        )
+        workload = replace(workload, requests=tuple(requests))
+        return bursty(workload, period_s=10.0, duty_ratio=0.2) if burst else workload
+
+    return make
+
+
+def _creation_pressure(ratio: float) -> Callable[[int, Load, int], Workload]:
+    def make(seed: int, load: Load, block_size: int) -> Workload:
+        return pollution.creation_pressure(
+            seed,
+            load,
+            creation_ratio=ratio,
+            refill_rate=BEST_EFFORT.refill_rate,
+            block_size=block_size,
+        )
+
+    return make
+
+
+def _delayed_replay(wait_ratio: float) -> Callable[[int, Load, int], Workload]:
+    def make(seed: int, load: Load, block_size: int) -> Workload:
+        return pollution.delayed_replay(
+            seed,
+            wait_ratio=wait_ratio,
+            terms=BEST_EFFORT,
+            capacity_blocks=DEFAULT_BLOCKS,
+            block_size=block_size,
+        )
+
+    return make
+
+
+def _hot_prefixes(usable_blocks: int) -> int:
+    """As many as keep the victim's set at 76.6% of the pool (paper, Fig. 2a)."""
+    created = PREFIX_BLOCKS + 2  # with its question and its output, both partly filled
+    return round(0.766 * usable_blocks / created)
+
+
+def _scale() -> Iterator[tuple[str, Variant]]:
+    for configured in (512, 1024, 2048, 4096):
+        make = _one_touch(_hot_prefixes(configured - 1))
+        yield f"{configured} blocks", Variant(make, _BASELINES, configured - 1)
+    for ratio in (0.54, 1.02, 2.14, 4.23):
+        yield f"creation ratio {ratio}", Variant(_creation_pressure(ratio), _BASELINES)
+    for percent in (40, 60, 80):
+        make = _one_touch(pollution.HOT_PREFIXES)
+        yield f"load {percent}%", Variant(make, _BASELINES, alpha=percent / 100)
+    for profile in (DEFAULT_PROFILE, "A100, 1.5B", "A100, 7B"):
+        yield profile, Variant(_one_touch(pollution.HOT_PREFIXES), _BASELINES, profile=profile)
+
+
+#: Conversations in a benign run: about 370 requests.
+CONVERSATIONS = 120
+
+#: Every experiment by its name.
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "table1": Experiment("Table I: protection of the victim under three attacks", _attacks()),
+    "table1-bounds": Experiment(
+        "Table I in serial replay, with the clairvoyant bounds",
+        {
+            name: Variant(variant.make, (*variant.policies, Clairvoyant.name, VICTIM_BOUND))
+            for name, variant in _attacks().items()
+        },
+        ("serial",),
+    ),
+    "table2": Experiment(
+        "Table II: benign conversations",
+        {
+            "ShareGPT-like": Variant(_conversations(burst=False), _ALL),
+            "bursty ShareGPT-like": Variant(_conversations(burst=True), _ALL),
+        },
+    ),
+    "table3": Experiment(
+        "Table III: borrowing idle capacity", {"borrowing": Variant(_borrowing, _ALL)}
+    ),
+    "fig2": Experiment(
+        "Fig. 2: scale, creation pressure, load and deployment", dict(_scale()), ("virtual",)
+    ),
+    "fig3a": Experiment(
+        "Fig. 3a: reuse-segmented eviction",
+        {
+            "one-touch": Variant(_one_touch(pollution.HOT_PREFIXES), ("shield", "no-segmentation")),
+            "low-and-slow": Variant(_low_and_slow, ("shield", "no-segmentation")),
+            "ShareGPT-like": Variant(_conversations(burst=False), ("shield", "no-segmentation")),
+            "borrowing": Variant(_borrowing, ("shield", "no-segmentation")),
+        },
+        ("virtual",),
+    ),
+    "fig3b": Experiment(
+        "Fig. 3b: debt-gated promotion under delayed replay",
+        {
+            f"wait {wait}": Variant(_delayed_replay(wait), ("lru", "shield", "no-debt-gate"))
+            for wait in (0.0, 0.5, 1.0)
+        },
+    ),
+}

@@ -1,0 +1,184 @@
+"""Runs experiments: every cell on its engine, resumable; several at once where time is virtual."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from prefixshield.config import PAPER_CONTRACTS
+from prefixshield.evaluation.experiments import (
+    DEFAULT_BLOCKS,
+    EXPERIMENTS,
+    PAPER_CAPACITY,
+    VICTIM_BOUND,
+    Cell,
+    Experiment,
+    Variant,
+)
+from prefixshield.evaluation.profiles import PROFILES
+from prefixshield.evaluation.results import KEYS, ResultsFolder, Row, provenance, summarise
+from prefixshield.evaluation.run import Run, workload_config
+from prefixshield.sim.clairvoyant import Clairvoyant
+from prefixshield.traces.pollution import DEFAULT_SHAPE, VICTIM, Load
+
+#: Tokens per block: the paper's, and the smallest that vLLM's CPU attention takes.
+BLOCK_SIZE = {"serial": 16, "virtual": 16, "real": 32}
+
+
+def cells_of(experiment: Experiment, engine: str, seeds: range) -> list[Cell]:
+    """All runs of an experiment, in the order of its file."""
+    return [
+        Cell(engine, name, policy, seed)
+        for name, variant in experiment.variants.items()
+        for policy in variant.policies
+        for seed in seeds
+    ]
+
+
+def run_experiment(
+    name: str,
+    engine: str,
+    seeds: range,
+    results: Path,
+    jobs: int,
+    on_progress: Callable[[int, int], None],
+) -> Path:
+    """Run what is missing of an experiment and return the folder of its results.
+
+    ``on_progress`` gets how many runs are done, and how many there are, after each.
+    """
+    experiment = EXPERIMENTS[name]
+    folder = results / (name if engine == experiment.engines[0] else f"{name}-{engine}")
+    machine = _machine(results) if engine == "real" else {}
+    cells = cells_of(experiment, engine, seeds)
+    files = ResultsFolder(folder, _describe(name, engine, seeds, machine))
+    rows = {Cell(*(row[key] for key in KEYS)): row for row in files.finished_rows()}
+    missing = [cell for cell in cells if cell not in rows]
+    on_progress(len(cells) - len(missing), len(cells))
+    task = functools.partial(run_cell, name, machine, folder)
+    with _mapper(1 if engine == "real" else min(jobs, len(missing))) as run_all:
+        for row in run_all(task, missing):
+            files.add(row)
+            rows[Cell(*(row[key] for key in KEYS))] = row
+            on_progress(len(rows), len(cells))
+    if missing:
+        files.complete(rows[cell] for cell in cells)
+    return folder
+
+
+def run_cell(name: str, machine: dict[str, Any], folder: Path, cell: Cell) -> Row:
+    """One run as a row."""
+    variant = EXPERIMENTS[name].variants[cell.variant]
+    return {**cell._asdict(), **summarise(_run(variant, machine, folder, cell))}
+
+
+def _run(variant: Variant, machine: dict[str, Any], folder: Path, cell: Cell) -> Run:
+    if cell.engine == "serial":
+        from prefixshield.evaluation.serial import run_serial
+
+        workload = variant.make(cell.seed, Load(PAPER_CAPACITY, variant.alpha), 16)
+        bound = cell.policy == VICTIM_BOUND
+        config = workload_config(workload, Clairvoyant.name if bound else cell.policy)
+        return run_serial(workload, config, variant.capacity_blocks, VICTIM if bound else None)
+    if cell.engine == "virtual":
+        from prefixshield.evaluation.virtual_time import prefill_capacity, run_virtual_time
+
+        costs = PROFILES[variant.profile]
+        block_size = BLOCK_SIZE["virtual"]
+        capacity = prefill_capacity(costs, DEFAULT_SHAPE.prompt_tokens(block_size))
+        workload = variant.make(cell.seed, Load(capacity, variant.alpha), block_size)
+        config = workload_config(workload, cell.policy)
+        return run_virtual_time(workload, config, variant.capacity_blocks, costs)
+    from prefixshield.evaluation.real_time import run_real_time
+
+    workload = variant.make(cell.seed, Load(PAPER_CAPACITY, variant.alpha), BLOCK_SIZE["real"])
+    speed = machine["capacity_rps"] / PAPER_CAPACITY
+    config = workload_config(workload, cell.policy, speed=speed)
+    logs = folder / "logs"
+    return run_real_time(workload, config, variant.capacity_blocks, log_folder=logs, speed=speed)
+
+
+def _describe(name: str, engine: str, seeds: range, machine: dict[str, Any]) -> dict[str, Any]:
+    experiment = EXPERIMENTS[name]
+    command = f"prefixshield experiment {name} --engine {engine}"
+    command += f" --runs {len(seeds)} --seed {seeds.start}"
+    variants = {
+        key: {
+            "capacity_blocks": variant.capacity_blocks,
+            "alpha": variant.alpha,
+            **({"profile": variant.profile} if engine == "virtual" else {}),
+        }
+        for key, variant in experiment.variants.items()
+    }
+    description: dict[str, Any] = {
+        "experiment": name,
+        "title": experiment.title,
+        "command": command,
+        "engine": engine,
+        "block_size": BLOCK_SIZE[engine],
+        "seeds": list(seeds),
+        "preset": "paper",
+        "contracts": {key: terms.model_dump() for key, terms in PAPER_CONTRACTS.items()},
+        "shape": asdict(DEFAULT_SHAPE),
+        "variants": variants,
+    }
+    if engine == "virtual":
+        used = dict.fromkeys(variant.profile for variant in experiment.variants.values())
+        description["profiles"] = {profile: asdict(PROFILES[profile]) for profile in used}
+    if engine != "serial":
+        from prefixshield.serving.hooks import installed_vllm
+
+        description["vllm"] = " ".join(installed_vllm())
+    if machine:
+        description["calibration"] = machine
+    return {**description, **provenance()}
+
+
+def _machine(results: Path) -> dict[str, Any]:
+    """What the real server does on this machine: measured once, then kept beside the results."""
+    path = results / "calibration.json"
+    if not path.exists():
+        from prefixshield.evaluation.calibration import measure_costs
+
+        block_size = BLOCK_SIZE["real"]
+        costs = measure_costs(
+            DEFAULT_SHAPE.prompt_tokens(block_size),
+            block_size=block_size,
+            capacity_blocks=DEFAULT_BLOCKS,
+            log_folder=results / "logs",
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(costs), indent=2) + "\n", encoding="utf-8")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+_RunAll = Callable[[Callable[[Cell], Row], list[Cell]], Iterator[Row]]
+
+
+@contextmanager
+def _mapper(jobs: int) -> Iterator[_RunAll]:
+    """Runs cells here, or in so many processes; rows come as they are finished."""
+    if jobs <= 1:
+        yield lambda task, cells: map(task, cells)
+        return
+    # Not forked: vLLM's imports start threads.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+
+        def run_all(task: Callable[[Cell], Row], cells: list[Cell]) -> Iterator[Row]:
+            futures = [pool.submit(task, cell) for cell in cells]
+            try:
+                for future in as_completed(futures):
+                    yield future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+        yield run_all
