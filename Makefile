@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint clean
+.PHONY: help setup demo serve bench test lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile | expand -t 16
@@ -18,6 +18,13 @@ demo: setup ## an attacker against a victim, on vLLM without and with PrefixShie
 
 serve: setup ## the demo's server with PrefixShield, until Ctrl-C (PORT=8000)
 	@$(VENV)/python -m demo.serve $(if $(PORT),--port $(PORT))
+
+TRACE = traces/agents_bs16.jsonl.gz
+BLOCK_SIZE = 16
+BLOCKS = 5%,10%,25%
+POLICIES = all
+bench: setup ## compare policies on a trace (TRACE=path BLOCK_SIZE=16 BLOCKS=5%,10%,25% POLICIES=all)
+	@$(VENV)/prefixshield compare "$(TRACE)" --block-size "$(BLOCK_SIZE)" --blocks "$(BLOCKS)" --policies "$(POLICIES)"
 
 test: setup ## all tests
 	@$(VENV)/python -m pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import sys
@@ -11,15 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from prefixshield import __version__
 from prefixshield.config import Config, load_config, paper_config
 from prefixshield.errors import PrefixShieldError
+from prefixshield.evaluation import compare as comparing
 from prefixshield.policies import POLICIES, PRESETS
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.sim.replay import Event, Replay, ReplayResult, Tally, replay_policy
@@ -35,6 +39,9 @@ app = typer.Typer(
 #: The largest pool that replay takes, in blocks: far above any real one, so that a digit too many
 #: ends in a message and not in the machine's memory.
 MAX_BLOCKS = 2**24
+
+#: The most groups that ``compare`` shows in a table.
+MAX_GROUPS_SHOWN = 10
 
 PolicyName = StrEnum("PolicyName", {name: name for name in (*POLICIES, Clairvoyant.name)})  # type: ignore[misc]
 PresetName = StrEnum("PresetName", {name: name for name in PRESETS})  # type: ignore[misc]
@@ -101,6 +108,75 @@ def replay(
         )
 
 
+@app.command()
+def compare(
+    traces: Annotated[list[Path], typer.Argument(help="JSON lines, plain or gzip.")],
+    blocks: Annotated[
+        str,
+        typer.Option(help="Pool sizes: blocks, or shares of the trace's unique blocks: 1000,5%."),
+    ],
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block, as in the traces.")],
+    policies: Annotated[
+        str, typer.Option(help="Names, or all. lru, s3fifo and the bound are always there.")
+    ] = "shield",
+    refill_scale: Annotated[
+        str, typer.Option(help="Factors on the contracts' refill rates: 0.25,1,4.")
+    ] = "1",
+    per_group: Annotated[
+        bool,
+        typer.Option(
+            "--per-group", help=f"A table by group too, for at most {MAX_GROUPS_SHOWN} groups."
+        ),
+    ] = False,
+    preset: Annotated[
+        PresetName | None, typer.Option(help="Overrides the configuration's preset.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Configuration file. Without one: the paper's three contracts."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Without it: one per CPU.")
+    ] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write all scores to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Replay traces under several policies and pool sizes and show hit ratios side by side."""
+    question = comparing.Question(
+        traces=list(dict.fromkeys(traces)),
+        block_size=block_size,
+        sizes=comparing.parse_sizes(blocks, MAX_BLOCKS),
+        policies=comparing.parse_policies(policies),
+        refill_scales=comparing.parse_refill_scales(refill_scale),
+        per_group=per_group,
+    )
+    settings = paper_config() if config is None else load_config(config)
+    if preset:
+        settings = settings.model_copy(update={"preset": str(preset)})
+    with _file_in_place(csv_file) as file, _progress_bar() as progress:
+        comparisons = comparing.compare(question, settings, jobs or os.cpu_count() or 1, progress)
+        if file is not None:
+            _write_csv(file, comparisons)
+    if as_json:
+        head = {"block_size": block_size, "preset": settings.preset}
+        typer.echo(json.dumps({**head, "traces": [one.as_dict() for one in comparisons]}))
+        return
+    console = Console(markup=False, highlight=False)
+    for one in comparisons:
+        typer.echo(f"{one.trace}: {one.requests:,} requests, {one.unique_blocks:,} unique blocks")
+        _print_whole(console, comparing.table(one, question))
+        if per_group and len(one.groups) <= MAX_GROUPS_SHOWN:
+            _print_whole(console, comparing.table(one, question, per_group=True))
+        elif per_group:
+            typer.echo(
+                f"{one.trace}: {len(one.groups)} groups are too many for a table, which takes "
+                f"{MAX_GROUPS_SHOWN}; --csv and --json have them all",
+                err=True,
+            )
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="All other options are passed on to vLLM.",
@@ -130,20 +206,27 @@ def main() -> None:
 
 @contextmanager
 def _event_log(path: Path | None) -> Iterator[Callable[[Event], None] | None]:
-    """A writer of events that puts the file in place only when everything went well."""
+    """A writer of events."""
+    with _file_in_place(path) as file:
+        yield None if file is None else lambda event: print(json.dumps(event), file=file)
+
+
+@contextmanager
+def _file_in_place(path: Path | None) -> Iterator[TextIO | None]:
+    """A file that is put in place only when everything went well; none for no path."""
     if path is None:
         yield None
         return
     if path.exists() and not path.is_file():  # a pipe or a terminal: nothing to put in place
         with _written(path), path.open("w", encoding="utf-8") as file:
-            yield lambda event: print(json.dumps(event), file=file)
+            yield file
         return
     path = path.resolve()  # through a link, to the file itself
     with _written(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with open(handle, "w", encoding="utf-8") as file:
-                yield lambda event: print(json.dumps(event), file=file)
+                yield file
             os.chmod(name, 0o644)
             os.replace(name, path)
         except BaseException:
@@ -183,4 +266,36 @@ def _print(console: Console, settings: Config, result: ReplayResult) -> None:
     table.add_section()
     row("all", result.total, by_owner.total(), by_causer.total())
     table.caption = "hits, misses and evictions in blocks"
+    console.print(table)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal; takes how many are done, of how many."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("replays"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _write_csv(file: TextIO, comparisons: list[comparing.TraceComparison]) -> None:
+    """One line per score, under a line of names."""
+    rows = [
+        {"trace": one.trace, "unique_blocks": one.unique_blocks, **score.as_dict()}
+        for one in comparisons
+        for score in one.scores
+    ]
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """Print a table; into a file or a pipe at its own width, which no terminal limits."""
+    if not console.is_terminal:
+        wide = console.options.update(max_width=1000)
+        console.width = max(console.width, Measurement.get(console, wide, table).maximum)
     console.print(table)
