@@ -49,7 +49,7 @@ class Run:
     duration_s: float | None = None
     """First arrival to last token, on the engine's own clock; None: the engine has no time."""
     max_send_lag_ms: float | None = None
-    """How much later than its time a request was sent at worst; None: by no client."""
+    """How late a request was sent at worst, or would have been; None: the engine has no client."""
 
 
 def workload_config(
@@ -69,10 +69,10 @@ def workload_config(
         for name, terms in contracts.items()
     }
     groups = {name: GroupSection(contract=contract) for name, contract in workload.groups.items()}
-    return Config(
-        policy=policy,
+    config = Config(
         preset=preset,
         contracts=scaled,
         groups=groups,
         default_group=next(iter(workload.groups)),
     )
+    return config.model_copy(update={"policy": policy})  # which may be one of replay's alone
