@@ -5,10 +5,10 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench test lint clean
+.PHONY: help setup demo serve bench reproduce reproduce-real test lint clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 24
 
 setup: ## make .venv: vLLM's CPU build, this package, the tools (1-2 minutes, once)
 	@$(PYTHON) scripts/setup_venv
@@ -25,6 +25,16 @@ BLOCKS = 5%,10%,25%
 POLICIES = all
 bench: setup ## compare policies on a trace (TRACE=path BLOCK_SIZE=16 BLOCKS=5%,10%,25% POLICIES=all)
 	@$(VENV)/prefixshield compare "$(TRACE)" --block-size "$(BLOCK_SIZE)" --blocks "$(BLOCKS)" --policies "$(POLICIES)"
+
+reproduce: setup ## the paper's tables and figures in virtual time, into results/ (under 30 minutes)
+	@$(VENV)/prefixshield experiment all
+	@$(VENV)/prefixshield report
+
+RUNS = 10
+reproduce-real: setup ## the same on the real server, where that can be run (hours; RUNS=10)
+	@$(VENV)/prefixshield experiment all --engine real --runs $(RUNS)
+	@$(VENV)/prefixshield experiment all --engine calibrated --runs $(RUNS)
+	@$(VENV)/prefixshield report
 
 test: setup ## all tests
 	@$(VENV)/python -m pytest

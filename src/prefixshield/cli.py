@@ -27,7 +27,7 @@ from prefixshield.evaluation import compare as comparing
 from prefixshield.policies import POLICIES, PRESETS
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.sim.replay import Event, Replay, ReplayResult, Tally, replay_policy
-from prefixshield.traces import read_trace
+from prefixshield.traces import read_trace, write_trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -101,9 +101,11 @@ def replay(
     if result.rejected_lines:
         shown = ", ".join(map(str, result.rejected_lines[:5]))
         more = ", ..." if len(result.rejected_lines) > 5 else ""
+        share = run.policy.share_blocks
+        limit = f"the pool of {blocks}" if share is None else f"their group's share of {share}"
         typer.echo(
-            f"{trace}: {len(result.rejected_lines)} requests are larger than the pool of "
-            f"{blocks} blocks and were skipped (lines {shown}{more})",
+            f"{trace}: {len(result.rejected_lines)} requests are larger than {limit} blocks and "
+            f"were skipped (lines {shown}{more})",
             err=True,
         )
 
@@ -175,6 +177,97 @@ def compare(
                 f"{MAX_GROUPS_SHOWN}; --csv and --json have them all",
                 err=True,
             )
+
+
+@app.command()
+def experiment(
+    name: Annotated[
+        str | None, typer.Argument(help="Which one, or all. Without it: a list.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Without it: the experiment's first.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Matched runs.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first run; the next has the next.")] = 0,
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes, in virtual time. By default one per CPU.")
+    ] = None,
+) -> None:
+    """Run one of the paper's experiments, or go on with one that was interrupted."""
+    from prefixshield.evaluation import runner
+
+    if name is None:
+        table = Table("name", "engines", "runs", "what")
+        for key, engines, cells, title in runner.catalogue():
+            table.add_row(key, engines, cells, title)
+        _print_whole(Console(markup=False, highlight=False), table)
+        return
+    for key, on in runner.chosen(name, engine):
+        with _progress_bar(f"runs of {key}, {on}") as progress:
+            seeds = range(seed, seed + runs)
+            folder = runner.run(key, on, seeds, results, jobs or os.cpu_count() or 1, progress)
+        typer.echo(f"{folder}")
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write. By default: report in that folder.")
+    ] = None,
+) -> None:
+    """Make the paper's tables and figures from the results alone, its values next to ours."""
+    from prefixshield.evaluation.report import write_report
+
+    for path in write_report(results, output or results / "report"):
+        typer.echo(f"{path}")
+
+
+@app.command()
+def workload(
+    name: Annotated[str, typer.Argument(help="A workload of the experiments.")],
+    output: Annotated[Path, typer.Option(help="JSON lines, gzip if it ends in .gz.")],
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
+) -> None:
+    """Write a workload of the paper's experiments as a trace."""
+    from prefixshield.evaluation.experiments import make_workload
+
+    made = make_workload(name, seed, block_size)
+    with _written(output):
+        write_trace(output, made.requests)
+
+
+@app.command()
+def conversations(
+    sharegpt: Annotated[Path, typer.Argument(help="ShareGPT-format JSON.")],
+    tokenizer: Annotated[Path, typer.Option(help="A Hugging Face tokenizer.json.")],
+    output: Annotated[Path, typer.Option(help="JSON lines, gzip if it ends in .gz.")],
+    rate: Annotated[float, typer.Option(help="Requests per second while conversations start.")],
+    groups: Annotated[int, typer.Option(min=1, help="Groups that share them equally.")] = 2,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Conversations to take.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrival times and groups.")] = 0,
+) -> None:
+    """Turn ShareGPT-format conversations into a trace."""
+    from prefixshield.traces import conversations as chats
+    from prefixshield.traces.sharegpt import load_tokenizer, read_sharegpt
+
+    source = read_sharegpt(
+        sharegpt,
+        load_tokenizer(tokenizer),
+        block_size=block_size,
+        max_tokens=max_tokens,
+        limit=limit,
+    )
+    names = {f"g{number}": "standard" for number in range(groups)}
+    made = chats.conversations(seed, source, names, rate=rate)
+    with _written(output):
+        write_trace(output, made.requests)
+    typer.echo(
+        f"{output}: {len(made.requests)} requests of {len(source.conversations)} conversations; "
+        f"{source.skipped} without a usable turn were skipped"
+    )
 
 
 @app.command(
@@ -270,10 +363,10 @@ def _print(console: Console, settings: Config, result: ReplayResult) -> None:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None]]:
+def _progress_bar(what: str = "replays") -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, if that is a terminal; takes how many are done, of how many."""
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("replays"), TimeElapsedColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(what), TimeElapsedColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:

@@ -12,13 +12,16 @@ from typing import Literal, NamedTuple
 
 from prefixshield.config import PAPER_CONTRACTS
 from prefixshield.core.ledger import Contract
+from prefixshield.errors import PrefixShieldError
 from prefixshield.policies import POLICIES
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.traces import Workload, pollution
 from prefixshield.traces.conversations import bursty, conversations, sharegpt_like
 from prefixshield.traces.pollution import DEFAULT_SHAPE, PREFIX_BLOCKS, Load
 
-EngineName = Literal["serial", "virtual", "real"]
+#: ``serial``: serial replay; ``virtual``: virtual time at a profile's costs; ``real``: the server over
+#: HTTP; ``calibrated``: virtual time at the costs measured on the machine of ``real``, to compare.
+EngineName = Literal["serial", "virtual", "real", "calibrated"]
 
 DEFAULT_PROFILE = "L4, 1.5B"
 
@@ -54,8 +57,11 @@ class Experiment:
 
     title: str
     variants: Mapping[str, Variant]
-    engines: Sequence[EngineName] = ("virtual", "real")
+    engines: Sequence[EngineName] = ("virtual", "real", "calibrated")
     """Which engines it can run on; the first is the default."""
+    real_policies: Sequence[str] = ("lru", "s3fifo", "static-quota", "shield")
+    """Of its policies those that run on the real engine, where a run takes a minute or more: the
+    paper's."""
 
 
 class Cell(NamedTuple):
@@ -229,5 +235,20 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             f"wait {wait}": Variant(_delayed_replay(wait), ("lru", "shield", "no-debt-gate"))
             for wait in (0.0, 0.5, 1.0)
         },
+        real_policies=("shield", "no-debt-gate"),
     ),
 }
+
+
+def make_workload(name: str, seed: int, block_size: int = 16) -> Workload:
+    """The workload of an experiment's variant, at the paper's default load, by its name.
+
+    Raises PrefixShieldError for an unknown name.
+    """
+    variants = {
+        key: variant for found in EXPERIMENTS.values() for key, variant in found.variants.items()
+    }
+    if name not in variants:
+        raise PrefixShieldError(f"workload: found {name!r}, expected one of: {', '.join(variants)}")
+    variant = variants[name]
+    return variant.make(seed, Load(PAPER_CAPACITY, variant.alpha), block_size)

@@ -76,6 +76,15 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def replace_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Put files, by name, in place of what was there; none is ever half written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        new = folder / f".{name}"
+        new.write_text(content, encoding="utf-8")
+        os.replace(new, folder / name)
+
+
 class ResultsFolder:
     """The files of one experiment."""
 
@@ -116,14 +125,8 @@ class ResultsFolder:
         for row in rows:
             objects = {key: json.dumps(row[key]) if row[key] else "" for key in _OBJECTS}
             writer.writerow({**row, **objects})
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, content in (
-            ("runs.csv", text.getvalue()),
-            ("experiment.json", json.dumps(self._description, indent=2) + "\n"),
-        ):
-            new = self.folder / f".{name}"
-            new.write_text(content, encoding="utf-8")
-            os.replace(new, self.folder / name)
+        description = json.dumps(self._description, indent=2) + "\n"
+        replace_files(self.folder, {"runs.csv": text.getvalue(), "experiment.json": description})
         self._partial.unlink(missing_ok=True)
 
     def _is_complete(self) -> bool:

@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from prefixshield.config import PAPER_CONTRACTS
+from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation.experiments import (
     DEFAULT_BLOCKS,
     EXPERIMENTS,
@@ -22,14 +23,57 @@ from prefixshield.evaluation.experiments import (
     Experiment,
     Variant,
 )
-from prefixshield.evaluation.profiles import PROFILES
+from prefixshield.evaluation.overhead import run_overhead
+from prefixshield.evaluation.profiles import PROFILES, CostModel
 from prefixshield.evaluation.results import KEYS, ResultsFolder, Row, provenance, summarise
 from prefixshield.evaluation.run import Run, workload_config
 from prefixshield.sim.clairvoyant import Clairvoyant
+from prefixshield.traces import Workload
 from prefixshield.traces.pollution import DEFAULT_SHAPE, VICTIM, Load
 
 #: Tokens per block: the paper's, and the smallest that vLLM's CPU attention takes.
-BLOCK_SIZE = {"serial": 16, "virtual": 16, "real": 32}
+BLOCK_SIZE = {"serial": 16, "virtual": 16, "real": 32, "calibrated": 32}
+
+#: Engines that play the paper's pace as much faster as this machine is.
+_ON_THIS_MACHINE = ("real", "calibrated")
+
+
+#: What costs what: no engine, and files of its own.
+OVERHEAD = "overhead"
+
+
+def catalogue() -> Iterator[tuple[str, str, str, str]]:
+    """Name, engines, runs per seed and title of every experiment."""
+    for name, experiment in EXPERIMENTS.items():
+        engines = experiment.engines
+        counts = [str(len(cells_of(experiment, engine, range(1)))) for engine in engines]
+        yield name, ", ".join(engines), ", ".join(counts), experiment.title
+    yield OVERHEAD, "-", "-", "Prototype overhead: selection and metadata"
+
+
+def chosen(name: str, engine: str | None) -> list[tuple[str, str]]:
+    """(experiment, engine) of those that a user names; ``all``: those that take minutes at most.
+
+    Raises PrefixShieldError for an unknown name, or an engine that it does not run on.
+    """
+    if name == "all":
+        found = [
+            (key, engine or experiment.engines[0])
+            for key, experiment in EXPERIMENTS.items()
+            if engine is None or engine in experiment.engines
+        ]
+        return found if engine else [*found, (OVERHEAD, "-")]
+    if name == OVERHEAD:
+        return [(OVERHEAD, "-")]
+    if name not in EXPERIMENTS:
+        names = ", ".join((*EXPERIMENTS, OVERHEAD, "all"))
+        raise PrefixShieldError(f"experiment: found {name!r}, expected one of: {names}")
+    engines = EXPERIMENTS[name].engines
+    if engine is not None and engine not in engines:
+        raise PrefixShieldError(
+            f"--engine: found {engine!r}, expected one that {name} runs on: {', '.join(engines)}"
+        )
+    return [(name, engine or engines[0])]
 
 
 def cells_of(experiment: Experiment, engine: str, seeds: range) -> list[Cell]:
@@ -38,8 +82,23 @@ def cells_of(experiment: Experiment, engine: str, seeds: range) -> list[Cell]:
         Cell(engine, name, policy, seed)
         for name, variant in experiment.variants.items()
         for policy in variant.policies
+        if engine not in _ON_THIS_MACHINE or policy in experiment.real_policies
         for seed in seeds
     ]
+
+
+def run(
+    name: str,
+    engine: str,
+    seeds: range,
+    results: Path,
+    jobs: int,
+    on_progress: Callable[[int, int], None],
+) -> Path:
+    """Run what is missing of an experiment, or of the overhead measurements."""
+    if name == OVERHEAD:
+        return run_overhead(results, on_progress)
+    return run_experiment(name, engine, seeds, results, jobs, on_progress)
 
 
 def run_experiment(
@@ -56,11 +115,12 @@ def run_experiment(
     """
     experiment = EXPERIMENTS[name]
     folder = results / (name if engine == experiment.engines[0] else f"{name}-{engine}")
-    machine = _machine(results) if engine == "real" else {}
+    machine = _machine(results) if engine in _ON_THIS_MACHINE else {}
     cells = cells_of(experiment, engine, seeds)
     files = ResultsFolder(folder, _describe(name, engine, seeds, machine))
     rows = {Cell(*(row[key] for key in KEYS)): row for row in files.finished_rows()}
-    missing = [cell for cell in cells if cell not in rows]
+    # Matched runs together: what is there when it is interrupted can be compared.
+    missing = sorted((c for c in cells if c not in rows), key=lambda cell: cell.seed)
     on_progress(len(cells) - len(missing), len(cells))
     task = functools.partial(run_cell, name, machine, folder)
     with _mapper(1 if engine == "real" else min(jobs, len(missing))) as run_all:
@@ -80,10 +140,11 @@ def run_cell(name: str, machine: dict[str, Any], folder: Path, cell: Cell) -> Ro
 
 
 def _run(variant: Variant, machine: dict[str, Any], folder: Path, cell: Cell) -> Run:
+    block_size = BLOCK_SIZE[cell.engine]
     if cell.engine == "serial":
         from prefixshield.evaluation.serial import run_serial
 
-        workload = variant.make(cell.seed, Load(PAPER_CAPACITY, variant.alpha), 16)
+        workload = variant.make(cell.seed, Load(PAPER_CAPACITY, variant.alpha), block_size)
         bound = cell.policy == VICTIM_BOUND
         config = workload_config(workload, Clairvoyant.name if bound else cell.policy)
         return run_serial(workload, config, variant.capacity_blocks, VICTIM if bound else None)
@@ -91,18 +152,36 @@ def _run(variant: Variant, machine: dict[str, Any], folder: Path, cell: Cell) ->
         from prefixshield.evaluation.virtual_time import prefill_capacity, run_virtual_time
 
         costs = PROFILES[variant.profile]
-        block_size = BLOCK_SIZE["virtual"]
         capacity = prefill_capacity(costs, DEFAULT_SHAPE.prompt_tokens(block_size))
         workload = variant.make(cell.seed, Load(capacity, variant.alpha), block_size)
         config = workload_config(workload, cell.policy)
         return run_virtual_time(workload, config, variant.capacity_blocks, costs)
-    from prefixshield.evaluation.real_time import run_real_time
-
-    workload = variant.make(cell.seed, Load(PAPER_CAPACITY, variant.alpha), BLOCK_SIZE["real"])
+    # The paper's pace, played as much faster as this machine is.
+    workload = variant.make(cell.seed, Load(PAPER_CAPACITY, variant.alpha), block_size)
     speed = machine["capacity_rps"] / PAPER_CAPACITY
     config = workload_config(workload, cell.policy, speed=speed)
+    if cell.engine == "calibrated":
+        from prefixshield.evaluation.virtual_time import run_virtual_time
+
+        costs = CostModel(**{key: machine[key] for key in _STEP_COSTS})
+        return run_virtual_time(_faster(workload, speed), config, variant.capacity_blocks, costs)
+    from prefixshield.evaluation.real_time import run_real_time
+
     logs = folder / "logs"
     return run_real_time(workload, config, variant.capacity_blocks, log_folder=logs, speed=speed)
+
+
+#: What of a calibration is the cost of a step.
+_STEP_COSTS = ("base_ms", "prefill_ms_per_token", "decode_ms_per_sequence")
+
+
+def _faster(workload: Workload, speed: float) -> Workload:
+    """The same requests, so many times faster."""
+    requests = (
+        replace(request, timestamp_ms=round(request.timestamp_ms / speed, 3))
+        for request in workload.requests
+    )
+    return replace(workload, requests=tuple(requests))
 
 
 def _describe(name: str, engine: str, seeds: range, machine: dict[str, Any]) -> dict[str, Any]:
