@@ -19,8 +19,8 @@ from prefixshield.traces import Workload, pollution
 from prefixshield.traces.conversations import bursty, conversations, sharegpt_like
 from prefixshield.traces.pollution import DEFAULT_SHAPE, PREFIX_BLOCKS, Load
 
-#: ``serial``: serial replay; ``virtual``: virtual time at a profile's costs; ``real``: the server over
-#: HTTP; ``calibrated``: virtual time at the costs measured on the machine of ``real``, to compare.
+#: ``serial``: serial replay; ``virtual``: virtual time at a profile's costs; ``real``: the server
+#: over HTTP; ``calibrated``: virtual time at the costs measured on the machine of ``real``.
 EngineName = Literal["serial", "virtual", "real", "calibrated"]
 
 DEFAULT_PROFILE = "L4, 1.5B"
@@ -184,7 +184,9 @@ def _scale() -> Iterator[tuple[str, Variant]]:
         make = _one_touch(_hot_prefixes(configured - 1))
         yield f"{configured} blocks", Variant(make, _BASELINES, configured - 1)
     for ratio in (0.54, 1.02, 2.14, 4.23):
-        yield f"creation ratio {ratio}", Variant(_creation_pressure(ratio), _BASELINES)
+        # Without classes only debt protects, so what they add where nobody owes can be told.
+        policies = (*_BASELINES, "no-segmentation")
+        yield f"creation ratio {ratio}", Variant(_creation_pressure(ratio), policies)
     for percent in (40, 60, 80):
         make = _one_touch(pollution.HOT_PREFIXES)
         yield f"load {percent}%", Variant(make, _BASELINES, alpha=percent / 100)

@@ -37,6 +37,9 @@ from prefixshield.serving.tiny_model import write_tiny_model
 from prefixshield.serving.wiring import CONFIG_KEY
 from prefixshield.traces import TraceRequest, Workload
 
+#: Milliseconds between two looks at the debts.
+_DEBT_SAMPLE_MS = 50.0
+
 #: Requests from which C_prefill is calibrated (paper, section IV).
 CALIBRATION_REQUESTS = 32
 
@@ -138,14 +141,19 @@ class _Engine:
 
     def _advance(self, ms: float) -> None:
         """Let time pass; debts are averaged over the time in which measured requests arrive."""
+        end_ms = self._now_ms + ms
         begin, end = self._window_ms
-        inside_ms = min(end, self._now_ms + ms) - max(begin, self._now_ms)
         policy = self._driver.policy
-        if inside_ms > 0 and isinstance(policy, Shield):
-            t = self._driver.clock()
-            for group in self._workload.groups:
-                self._debt_seconds[group] += policy.ledger.raw_debt(group, t) * inside_ms / 1000
-        self._now_ms += ms
+        if isinstance(policy, Shield):
+            at, until = max(begin, self._now_ms), min(end, end_ms)
+            while at < until:  # debts fall with time, so a long wait is taken in pieces
+                piece = min(_DEBT_SAMPLE_MS, until - at)
+                middle_s = (at + piece / 2) / 1000
+                for group in self._workload.groups:
+                    debt = policy.ledger.raw_debt(group, middle_s)
+                    self._debt_seconds[group] += debt * piece / 1000
+                at += piece
+        self._now_ms = end_ms
 
     def _work(self, scheduled: SchedulerOutput) -> tuple[int, int]:
         """Prompt tokens and decoding sequences of a step."""
