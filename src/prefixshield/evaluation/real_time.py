@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 #: Token ids of prompts: all that the tiny model has a word for.
 VOCABULARY = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(WORDS))
 
+#: Layers of the model: one makes the prefix cache's work the most of it, and runs short.
+_LAYERS = 1
+
 #: Sizes of blocks that vLLM's CPU attention takes are multiples of this, in tokens.
 BLOCK_SIZE_UNIT = 32
 
@@ -179,7 +182,7 @@ def serving(
     with tempfile.TemporaryDirectory(prefix="prefixshield-") as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(dump_config(_with_keys(config, keys)), encoding="utf-8")
-        model = write_tiny_model(Path(folder) / "model")
+        model = write_tiny_model(Path(folder) / "model", layers=_LAYERS)
         command = prefixshield_serve(model, path)
         command += tiny_model_options(
             model,

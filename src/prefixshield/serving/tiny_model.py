@@ -51,7 +51,6 @@ _MODEL = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -65,7 +64,11 @@ _MODEL = {
 
 
 def write_tiny_model(
-    folder: Path, *, pooling: bool = False, family: Literal["Qwen2", "Qwen3"] = "Qwen2"
+    folder: Path,
+    *,
+    pooling: bool = False,
+    family: Literal["Qwen2", "Qwen3"] = "Qwen2",
+    layers: int = 2,
 ) -> Path:
     """Write the model into a folder, made if need be, and return the folder.
 
@@ -76,6 +79,7 @@ def write_tiny_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(_MODEL, model_type=family.lower(), architectures=[f"{family}ForCausalLM"])
+    config["num_hidden_layers"] = layers
     if pooling:
         config.update(
             architectures=[f"{family}ForSequenceClassification"],
