@@ -179,26 +179,40 @@ def creation_pressure(
     *,
     creation_ratio: float,
     refill_rate: float,
+    evenly: bool = False,
     block_size: int = 16,
     shape: Shape = DEFAULT_SHAPE,
 ) -> Workload:
     """One-touch pollution at a given pressure (paper, Fig. 2, creation-pressure sweep).
 
     ``creation_ratio``: blocks per second that the attacker creates over its ``refill_rate``.
+    ``evenly``: its requests are equally far apart, instead of a Poisson process with its clumps.
     The victim keeps a pace of its own, the same at every ratio.
     """
     maker = _Maker("creation-pressure", seed, block_size, shape)
     hot = maker.warm(load, HOT_PREFIXES)
-    created = PREFIX_BLOCKS + shape.extra_blocks
-    attack_rate = creation_ratio * refill_rate / created
-    rate = shape.lone_victim_rate + attack_rate
-    end_s = maker.now_s + WINDOW_S
-    while maker.wait(rate) < end_s:
-        if maker.rng.random() < attack_rate / rate:
-            maker.add(ATTACKER, maker.prefix())
-        else:
+    attack_rate = creation_ratio * refill_rate / (PREFIX_BLOCKS + shape.extra_blocks)
+    start_s = maker.now_s
+    visits = list(_arrivals(maker.rng, start_s, shape.lone_victim_rate))
+    if evenly:
+        phase_s = maker.rng.random() / attack_rate
+        attacks = [start_s + phase_s + n / attack_rate for n in range(int(WINDOW_S * attack_rate))]
+    else:
+        attacks = list(_arrivals(maker.rng, start_s, attack_rate))
+    for at_s, group in sorted([(t, VICTIM) for t in visits] + [(t, ATTACKER) for t in attacks]):
+        maker.now_s = at_s
+        if group == VICTIM:
             maker.add(VICTIM, next(hot), measured=True)
+        else:
+            maker.add(ATTACKER, maker.prefix())
     return maker.workload(_PAIR)
+
+
+def _arrivals(rng: random.Random, start_s: float, rate: float) -> Iterator[float]:
+    """The times of a Poisson process of so many a second, as long as the pressure lasts."""
+    now_s = start_s
+    while (now_s := now_s + rng.expovariate(rate)) < start_s + WINDOW_S:
+        yield now_s
 
 
 def low_and_slow(
