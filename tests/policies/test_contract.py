@@ -59,7 +59,7 @@ class Life(RuleBasedStateMachine):
         self.s3fifo.hit(hits)
 
         need = length - len(hits)
-        if need > self.pool.available_blocks:
+        if need > self.pool.available_blocks(group):
             self.give_back(hits)
             return
         victims = self.victims_of(need, access)
@@ -75,7 +75,11 @@ class Life(RuleBasedStateMachine):
     def victims_of(self, need, access):
         """What the policy must choose, by its rule; truly free blocks come first (I4)."""
         candidates = self.native_order
-        truly_free = self.pool.available_blocks - len(candidates)
+        truly_free = len(self.pool._free)
+        if self.policy_name == "static-quota":
+            mine = [b for b in candidates if self.pool._content[b].owner == access.group]
+            room = self.capacity // len(GROUPS) - self.resident(access.group)
+            return mine[: max(0, need - min(truly_free, room))]
         count = max(0, need - truly_free)
         if self.policy_name == "lru":
             return candidates[:count]
@@ -88,6 +92,9 @@ class Life(RuleBasedStateMachine):
             owner = {b: self.pool._content[b].owner for b in candidates}
             return expected_victims(self.policy, candidates, owner.__getitem__, count, t)
         raise AssertionError(f"no reference for {self.policy_name}: write one")
+
+    def resident(self, group):
+        return sum(c is not None and c.owner == group for c in self.pool._content)
 
     def promotions_are_earned(self, access, before, promoted):
         if not isinstance(self.policy, Shield) or self.policy_name == "no-segmentation":
@@ -135,6 +142,9 @@ class Life(RuleBasedStateMachine):
         assert self.policy.candidate_count == len(self.native_order)
         if isinstance(self.policy, Shield):
             assert_bounded(self.policy, GROUPS, list(CONTRACTS))
+        if self.policy_name == "static-quota":
+            share = self.capacity // len(GROUPS)
+            assert all(self.resident(group) <= share for group in GROUPS)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 8, 12])
@@ -162,7 +172,7 @@ def test_asking_for_too_much_changes_nothing(name):
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_same_calls_same_victims(name):
     def run():
-        pool = SimBlockPool(build(name, 16))
+        pool = SimBlockPool(build(name, 18))  # the longest request is a third: it fits a share
         chosen = []
         for number in range(60):
             group = GROUPS[number % 3]

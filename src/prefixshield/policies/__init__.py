@@ -9,13 +9,14 @@ from prefixshield.policies.lru import Lru
 from prefixshield.policies.never_hit_first import NeverHitFirst
 from prefixshield.policies.s3fifo import S3Fifo
 from prefixshield.policies.shield import NoDebtGate, NoSegmentation, Shield
+from prefixshield.policies.static_quota import StaticQuota
 
 __all__ = ["POLICIES", "PRESETS", "Access", "Policy", "PolicySetup", "build_policy"]
 
 #: Every policy by its name.
 POLICIES: Mapping[str, type[Policy]] = {
     policy.name: policy
-    for policy in (Lru, S3Fifo, NeverHitFirst, Shield, NoSegmentation, NoDebtGate)
+    for policy in (Lru, S3Fifo, NeverHitFirst, StaticQuota, Shield, NoSegmentation, NoDebtGate)
 }
 
 #: What a preset is for. Policies other than ``shield`` have no presets and ignore it.

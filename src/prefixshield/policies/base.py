@@ -35,8 +35,16 @@ class PolicySetup:
     capacity_blocks: int
     contracts: Mapping[str, Contract]
     groups: Sequence[str] = field(default=())
-    """The groups expected, which share bounded state; others are accepted."""
+    """The groups expected, which share bounded state; others are accepted by a policy that does
+    not divide the pool."""
     preset: str = "default"
+    reserved_blocks: int = 0
+    """Blocks of the capacity that never hold content: vLLM's null block."""
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that can hold content."""
+        return self.capacity_blocks - self.reserved_blocks
 
 
 class Policy(ABC):
@@ -51,6 +59,11 @@ class Policy(ABC):
     #: True: a candidate that loses its content keeps its place in the order, as in native vLLM.
     #: False: the pool forgets it and hands it out before any cached block.
     keeps_invalidated: ClassVar[bool] = False
+
+    #: How many blocks a group may have, held or cached; None: as many as the pool has. With a
+    #: share the pool counts, takes truly free blocks only while the group is below it, and asks
+    #: ``evict`` for the rest.
+    share_blocks: int | None = None
 
     def __init__(self, setup: PolicySetup) -> None:
         self.capacity_blocks = setup.capacity_blocks
@@ -76,8 +89,8 @@ class Policy(ABC):
     def evict(self, count: int, access: Access) -> list[int]:
         """Choose ``count`` distinct candidates, in victim order; they cease to be candidates.
 
-        ``count`` is at most ``candidate_count``; asked for more, it raises ValueError and changes
-        nothing.
+        Asked for more than it may give for this access, it raises ValueError and changes nothing.
+        It may give all candidates; a policy with a share, all of the group's own.
         """
 
     @abstractmethod
@@ -91,7 +104,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def candidate_count(self) -> int:
-        """How many candidates there are, in blocks."""
+        """How many candidates there are, in blocks, of all groups."""
 
     def retention_class(self, block: int) -> RetentionClass | None:
         """The class of a cached block, or of one just evicted; None: the policy has no classes."""

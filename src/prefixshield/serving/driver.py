@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
+from prefixshield.core.shares import Shares
 from prefixshield.policies.base import Access, Policy
 from prefixshield.serving.namespace import Identity
 
@@ -48,6 +49,10 @@ class PolicyDriver:
         self.is_candidate = bytearray(policy.capacity_blocks)
         """By block: 1 while the policy counts it among its candidates."""
         self.candidate_count = 0
+        share = policy.share_blocks
+        self.shares = None if share is None else Shares(policy.capacity_blocks, share)
+        """The count of every group's blocks; None: the policy divides nothing. Right whether or
+        not the policy has failed."""
 
     def access(
         self, identity: Identity, request_id: str = "", prefix_id: str | None = None
@@ -77,6 +82,8 @@ class PolicyDriver:
         candidates = [block for block in blocks if self.is_candidate[block]]
         if candidates:
             self._unmark(candidates)
+            if self.shares is not None:
+                self.shares.hold(candidates)
             self._guarded(self.policy.hold, candidates)
 
     def released(self, blocks: Sequence[int]) -> None:
@@ -85,6 +92,8 @@ class PolicyDriver:
             for block in blocks:
                 self.is_candidate[block] = 1
             self.candidate_count += len(blocks)
+            if self.shares is not None:
+                self.shares.release(blocks)
             self._guarded(self.policy.release, blocks)
 
     def invalidated(self, block: int) -> bool:
@@ -93,8 +102,23 @@ class PolicyDriver:
         if not self.is_candidate[block] or self.policy.keeps_invalidated:
             return False
         self._unmark([block])
+        if self.shares is not None:
+            self.shares.empty([block])
         self._guarded(self.policy.forget, block)
         return True
+
+    def room(self, shares: Shares) -> int:
+        """How many truly free blocks the request that vLLM is allocating for may take."""
+        return shares.room(self._allocating_group())
+
+    def allocated(self, shares: Shares, blocks: Sequence[int]) -> None:
+        """Free blocks are handed out."""
+        shares.allocate(blocks, self._allocating_group())
+
+    def emptied(self, shares: Shares, blocks: Sequence[int]) -> None:
+        """Held blocks without content became free."""
+        shares.release(blocks)
+        shares.empty(blocks)
 
     def choose(self, count: int) -> Sequence[int] | None:
         """``count`` victims among the candidates, in order; None: take them in native order."""
@@ -120,7 +144,7 @@ class PolicyDriver:
 
     def evicted(self, blocks: Sequence[int]) -> None:
         """Cached blocks are handed out, whoever chose them; counts who lost and who caused it."""
-        causer = self.current.group if self.current else self.default.group
+        causer = self._allocating_group()
         for owner, lost in Counter(map(self.owner.__getitem__, blocks)).items():
             self.counts["evicted", owner or self.default.group, causer] += lost
 
@@ -130,7 +154,12 @@ class PolicyDriver:
         self.is_candidate = bytearray(len(self.is_candidate))
         self.candidate_count = 0
         self.failed = False
+        if self.shares is not None:
+            self.shares.clear()
         self._guarded(self.policy.reset)
+
+    def _allocating_group(self) -> str:
+        return self.current.group if self.current else self.default.group
 
     def _guarded(self, call: Callable[..., _T], *arguments: object) -> _T | None:
         """Call the policy; an exception ends in native order, never in the engine."""

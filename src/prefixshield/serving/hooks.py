@@ -36,6 +36,7 @@ class Hook(NamedTuple):
 _QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _POLICY_PLUG = "an eviction-policy plug-in for the GPU block pool, as kv_offload has for its tier"
 
@@ -45,7 +46,7 @@ HOOKS: Sequence[Hook] = (
     Hook(f"{_QUEUE}.remove", "block", "a candidate is held again", _POLICY_PLUG),
     Hook(f"{_QUEUE}.append", "block", "a block becomes a candidate", _POLICY_PLUG),
     Hook(f"{_QUEUE}.append_n", "blocks", "blocks become candidates", _POLICY_PLUG),
-    Hook(f"{_QUEUE}.prepend_n", "blocks", "called: truly free blocks stand in front", _POLICY_PLUG),
+    Hook(f"{_QUEUE}.prepend_n", "blocks", "blocks become truly free", _POLICY_PLUG),
     Hook(
         f"{_POOL}.cache_full_blocks",
         "request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id block_mask",
@@ -70,6 +71,8 @@ HOOKS: Sequence[Hook] = (
         "prefix cache statistics with a label",
     ),
     Hook(f"{_MANAGER}.prefix_cache_lookup_enabled", "request", "called: what is a query", "-"),
+    Hook(f"{_MANAGER}.get_computed_blocks", "request", "called: what a request would hit", "-"),
+    Hook(f"{_COORDINATOR}.get_blocks", "request_id", "called: what a running request holds", "-"),
     Hook(
         f"{_SCHEDULER}.__init__",
         "vllm_config kv_cache_config structured_output_manager block_size hash_block_size "
@@ -78,6 +81,18 @@ HOOKS: Sequence[Hook] = (
         _POLICY_PLUG,
     ),
     Hook(f"{_SCHEDULER}.add_request", "request", "reads the identity", "a tenant field"),
+    Hook(
+        f"{_SCHEDULER}._handle_blocked_waiting_request",
+        "request",
+        "a request whose group is at its share waits, and nobody behind it",
+        "an admission plug-in for waiting requests",
+    ),
+    Hook(
+        f"{_SCHEDULER}.update_from_output",
+        "scheduler_output model_runner_output",
+        "called: fails the requests in encoder_cache_mismatch_reqs, where refused ones are put",
+        "a way to refuse a request in add_request",
+    ),
     Hook(
         f"{_SCHEDULER}.make_stats",
         "spec_decoding_stats kv_connector_stats cudagraph_stats perf_stats ec_connector_stats",

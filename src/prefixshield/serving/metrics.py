@@ -47,6 +47,11 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         ("group",),
         "Tokens found in the prefix cache, as vLLM counts hits.",
     ),
+    "refused": (
+        "prefixshield_refused_requests",
+        ("group",),
+        "Requests failed at once because they can never fit their group's share.",
+    ),
     "fallbacks": (
         "prefixshield_fallbacks",
         (),

@@ -34,6 +34,8 @@ class ShieldQueue(FreeKVCacheBlockQueue):
         driver = self.driver
         truly_free = self.num_free_blocks - driver.candidate_count - len(self.unhashed_at_the_end)
         from_free = min(n, truly_free)
+        if driver.shares is not None:
+            from_free = min(from_free, driver.room(driver.shares))
         victims = driver.choose(min(n - from_free, driver.candidate_count))
         if victims is None:
             blocks = super().popleft_n(n)
@@ -48,6 +50,8 @@ class ShieldQueue(FreeKVCacheBlockQueue):
         if n > from_free:
             driver.evicted([b.block_id for b in blocks if b.block_hash is not None])
             self.unhashed_at_the_end.difference_update(b.block_id for b in blocks)
+        if driver.shares is not None:
+            driver.allocated(driver.shares, [block.block_id for block in blocks])
         return blocks
 
     def popleft(self) -> KVCacheBlock:
@@ -68,7 +72,15 @@ class ShieldQueue(FreeKVCacheBlockQueue):
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         super().append_n(blocks)
         self.driver.released([b.block_id for b in blocks if b.block_hash is not None])
-        self.unhashed_at_the_end.update(b.block_id for b in blocks if b.block_hash is None)
+        unhashed = [b.block_id for b in blocks if b.block_hash is None]
+        self.unhashed_at_the_end.update(unhashed)
+        if unhashed and self.driver.shares is not None:
+            self.driver.emptied(self.driver.shares, unhashed)
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        super().prepend_n(blocks)
+        if self.driver.shares is not None:
+            self.driver.emptied(self.driver.shares, [block.block_id for block in blocks])
 
 
 class ShieldBlockPool(BlockPool):
@@ -119,7 +131,7 @@ class ShieldBlockPool(BlockPool):
             block = self.blocks[block_id]
             if self.driver.invalidated(block_id):
                 FreeKVCacheBlockQueue.remove(self.free_block_queue, block)
-                self.free_block_queue.prepend_n([block])
+                FreeKVCacheBlockQueue.prepend_n(self.free_block_queue, [block])
 
     def reset_prefix_cache(self) -> bool:
         done = super().reset_prefix_cache()
@@ -148,7 +160,7 @@ class ShieldKVCacheManager(KVCacheManager):
         # As vLLM counts: one that skips the lookup or comes back from preemption is no query.
         if self.prefix_cache_lookup_enabled(request) and request.num_preemptions == 0:
             driver = self.block_pool.driver
-            group = _tag(driver, request).identity.group
+            group = tag_of(driver, request).identity.group
             driver.counts["query_tokens", group] += request.num_tokens
             driver.counts["hit_tokens", group] += num_hits
 
@@ -165,12 +177,13 @@ def tag(request: Request, tag: Tag) -> None:
     request.prefixshield = tag  # type: ignore[attr-defined]
 
 
-def _tag(driver: PolicyDriver, request: Request) -> Tag:
+def tag_of(driver: PolicyDriver, request: Request) -> Tag:
+    """A request's tag; that of the default group if it has none."""
     return getattr(request, "prefixshield", None) or Tag(driver.default, None)
 
 
 def _access(driver: PolicyDriver, request: Request) -> Access:
-    identity, prefix_id = _tag(driver, request)
+    identity, prefix_id = tag_of(driver, request)
     return driver.access(identity, request.request_id, prefix_id)
 
 

@@ -25,6 +25,7 @@ from prefixshield.config import load_config
 from prefixshield.errors import IncompatibleEngineError
 from prefixshield.policies import PolicySetup, build_policy
 from prefixshield.serving import hooks
+from prefixshield.serving.admission import Admission
 from prefixshield.serving.driver import PolicyDriver
 from prefixshield.serving.metrics import encode
 from prefixshield.serving.namespace import Namespaces
@@ -78,10 +79,18 @@ class _Shielding(Scheduler):
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         policy = build_policy(
             config.policy,
-            PolicySetup(blocks, config.contract_table(), list(config.groups), config.preset),
+            PolicySetup(
+                blocks,
+                config.contract_table(),
+                list(config.groups),
+                config.preset,
+                reserved_blocks=1,  # vLLM's null block
+            ),
         )
         self.driver = PolicyDriver(policy, self._namespaces.default)
         self._sent: Counter[tuple[str, ...]] = Counter()
+        shares = self.driver.shares
+        self._admission = None if shares is None else Admission(self, self.driver, shares)
         take_over(self.kv_cache_manager, self.driver)
         _log.info(
             "PrefixShield %s is active: policy %s, preset %s, %d groups, %d contracts, "
@@ -96,6 +105,8 @@ class _Shielding(Scheduler):
             hooks.installed_vllm()[1],
             path,
         )
+        if shares is not None:
+            _log.info("PrefixShield: the share of each group is %d blocks", shares.share_blocks)
 
     def add_request(self, request: Request) -> None:
         identity, salt = self._namespaces.read(request.cache_salt)
@@ -106,6 +117,23 @@ class _Shielding(Scheduler):
             request.update_block_hashes()
         tag(request, Tag(identity, _named_prefix(request)))
         super().add_request(request)
+        refusal = self._admission.refusal(request) if self._admission is not None else None
+        if refusal is not None:
+            _log.error(
+                "PrefixShield: request %s of group %s is refused: %s",
+                request.request_id,
+                identity.group,
+                refusal,
+            )
+            self.driver.counts["refused", identity.group] += 1
+            # vLLM's own list of requests that the next step's outputs fail.
+            self.encoder_cache_mismatch_reqs.add(request.request_id)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        ready = super()._handle_blocked_waiting_request(request)
+        if self._admission is None:
+            return ready
+        return ready and self._admission.may_start(request)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from prefixshield.core.shares import Shares
 from prefixshield.policies.base import Access, Policy
 
 
@@ -34,10 +35,20 @@ class SimBlockPool:
         self._content: list[Content | None] = [None] * self.capacity_blocks
         # (namespace, hash) → its blocks, the one cached first in front.
         self._cached: dict[tuple[str, Hashable], dict[int, None]] = {}
+        share = policy.share_blocks
+        self.shares = None if share is None else Shares(self.capacity_blocks, share)
+        """The count of every group's blocks; None: the policy divides nothing."""
 
     @property
-    def available_blocks(self) -> int:
-        """How many blocks an allocation could get: truly free ones and candidates."""
+    def largest_request(self) -> int:
+        """How many blocks a request can get at most, when no other runs."""
+        share = self.policy.share_blocks
+        return self.capacity_blocks if share is None else share
+
+    def available_blocks(self, group: str) -> int:
+        """How many blocks an allocation for the group could get now."""
+        if self.shares is not None:
+            return self.shares.share_blocks - self.shares.held[group]
         return len(self._free) + self.policy.candidate_count
 
     def lookup(self, namespace: str, hashes: Sequence[Hashable]) -> list[int]:
@@ -52,22 +63,29 @@ class SimBlockPool:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """A request takes a reference to cached blocks."""
-        self.policy.hold([block for block in blocks if not self._references[block]])
+        candidates = [block for block in blocks if not self._references[block]]
+        self.policy.hold(candidates)
+        if self.shares is not None:
+            self.shares.hold(candidates)
         for block in blocks:
             self._references[block] += 1
 
     def allocate(self, count: int, access: Access) -> tuple[list[int], list[tuple[int, Content]]]:
         """Blocks for a request, held once, and what had to be evicted for them, in victim order.
 
-        ``count`` is at most ``available_blocks``.
+        ``count`` is at most ``available_blocks`` of the group.
         """
         from_free = min(count, len(self._free))
+        if self.shares is not None:
+            from_free = min(from_free, self.shares.room(access.group))
         victims = self.policy.evict(count - from_free, access)
         blocks = [self._free.popleft() for _ in range(from_free)] + victims
         evicted = [(block, self._drop_content(block)) for block in victims]
         for block in blocks:
             assert self._references[block] == 0, f"block {block} is held"
             self._references[block] = 1
+        if self.shares is not None:
+            self.shares.allocate(blocks, access.group)
         return blocks, evicted
 
     def cache(
@@ -82,15 +100,17 @@ class SimBlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back; blocks in the order in which they should be evicted."""
-        candidates = []
+        candidates: list[int] = []
+        emptied: list[int] = []
         for block in blocks:
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._content[block] is None:
-                    self._free.appendleft(block)
-                else:
-                    candidates.append(block)
+                (emptied if self._content[block] is None else candidates).append(block)
+        self._free.extendleft(emptied)
         self.policy.release(candidates)
+        if self.shares is not None:
+            self.shares.release([*candidates, *emptied])
+            self.shares.empty(emptied)
 
     def invalidate(self, block: int) -> None:
         """A cached block loses its content without being evicted."""
@@ -98,6 +118,8 @@ class SimBlockPool:
         if self._references[block] == 0:
             self.policy.forget(block)
             self._free.appendleft(block)
+            if self.shares is not None:
+                self.shares.empty([block])
 
     def reset(self) -> None:
         """Empty the cache. Nothing may be held."""
@@ -106,6 +128,8 @@ class SimBlockPool:
         self._cached.clear()
         self._content = [None] * self.capacity_blocks
         self._free = deque(range(self.capacity_blocks))
+        if self.shares is not None:
+            self.shares.clear()
 
     def check(self) -> None:
         """Assert that every block is exactly one of held, candidate or truly free."""

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefixshield.config import Config
+from prefixshield.config import Config, paper_config
 from prefixshield.errors import PrefixShieldError, TraceError
 from prefixshield.policies import PolicySetup, build_policy
 from prefixshield.policies.base import Access, Policy
+from prefixshield.policies.static_quota import StaticQuota
 from prefixshield.sim.clairvoyant import Clairvoyant, Future, Use
 from prefixshield.sim.pool import SimBlockPool
 from prefixshield.traces import TraceRequest
@@ -30,7 +31,7 @@ class Tally:
     requests: int = 0
     """All requests, those rejected included."""
     rejected: int = 0
-    """Requests larger than the pool, which are skipped."""
+    """Requests larger than the pool or than a group's share of it, which are skipped."""
     blocks_queried: int = 0
     """Blocks of the prompts of requests that were not rejected."""
     blocks_hit: int = 0
@@ -100,7 +101,7 @@ class Replay:
         for tally in tallies:
             tally.requests += 1
         hashes = request.hash_ids
-        if len(hashes) > self.pool.capacity_blocks:
+        if len(hashes) > self.pool.largest_request:
             self.result.rejected_lines.append(request.line)
             for tally in tallies:
                 tally.rejected += 1
@@ -171,11 +172,14 @@ def replay_policy(
 ) -> Policy:
     """The configured policy over a pool, for these requests in this order.
 
-    Bounded state is shared by the configured groups and those that only the requests name.
+    Bounded state, or the pool itself, is shared by the configured groups and those that only the
+    requests name.
     ``for_group``: the clairvoyant works for this group alone, all other uses count as never.
     """
     present = dict.fromkeys(_group(config, request) for request in requests)
     groups = dict.fromkeys([*config.groups, *present])
+    if config.policy == StaticQuota.name and config.groups == paper_config().groups:
+        groups = present  # nobody declared a group: an empty placeholder has no share
     setup = PolicySetup(capacity_blocks, config.contract_table(), list(groups), config.preset)
     if config.policy != Clairvoyant.name:
         if for_group is not None:
