@@ -40,6 +40,9 @@ app = typer.Typer(
 #: ends in a message and not in the machine's memory.
 MAX_BLOCKS = 2**24
 
+#: Modules that only the evaluation imports.
+_EVALUATION_NEEDS = ("httpx", "matplotlib", "numpy", "scipy", "tokenizers")
+
 #: The most groups that ``compare`` shows in a table.
 MAX_GROUPS_SHOWN = 10
 
@@ -291,6 +294,13 @@ def main() -> None:
         app()
     except PrefixShieldError as error:
         typer.echo(str(error), err=True)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if error.name not in _EVALUATION_NEEDS:
+            raise
+        typer.echo(
+            f"{error.name} is not installed: pip install 'prefixshield[evaluation]'", err=True
+        )
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -26,6 +26,7 @@ from prefixshield.policies import POLICIES
 from prefixshield.policies.lru import Lru
 from prefixshield.policies.never_hit_first import NeverHitFirst
 from prefixshield.policies.s3fifo import S3Fifo
+from prefixshield.policies.static_quota import StaticQuota
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.sim.replay import Replay, ReplayResult, Tally, replay_policy
 from prefixshield.traces import TraceRequest, read_trace
@@ -35,7 +36,9 @@ BASELINES = (Lru.name, S3Fifo.name)
 
 #: They read no contract, so that one run stands for every refill scale. A policy that is not
 #: listed is run once per scale.
-CONTRACT_FREE = frozenset({Lru.name, S3Fifo.name, NeverHitFirst.name, Clairvoyant.name})
+CONTRACT_FREE = frozenset(
+    {Lru.name, S3Fifo.name, NeverHitFirst.name, StaticQuota.name, Clairvoyant.name}
+)
 
 #: A pool size in blocks; a fraction is a share of the trace's unique (group, block) pairs.
 Size = int | Fraction

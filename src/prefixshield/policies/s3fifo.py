@@ -29,8 +29,8 @@ class S3Fifo(Policy):
 
     def __init__(self, setup: PolicySetup) -> None:
         super().__init__(setup)
-        self._small_capacity = int(setup.capacity_blocks * SMALL_SHARE)
-        self._main_capacity = setup.capacity_blocks - self._small_capacity
+        self._small_capacity = int(setup.usable_blocks * SMALL_SHARE)
+        self._main_capacity = setup.usable_blocks - self._small_capacity
         self._hits = bytearray(setup.capacity_blocks)
         self._held = bytearray(b"\x01" * setup.capacity_blocks)
         self._hash: list[Hashable] = [None] * setup.capacity_blocks

@@ -43,9 +43,7 @@ class Shield(Policy):
         super().__init__(setup)
         shares = max(1, len(setup.groups))
         self.ledger = Ledger(setup.contracts)
-        self.history = AdmissionHistory(
-            HISTORY_PREFIXES_PER_BLOCK * setup.capacity_blocks // shares
-        )
+        self.history = AdmissionHistory(HISTORY_PREFIXES_PER_BLOCK * setup.usable_blocks // shares)
         self._queues = CandidateQueues()
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
         # Per block: who made it, and the queue of its owner and class; None: never cached.
