@@ -334,6 +334,10 @@ def test_figures_show_every_variant_and_the_paper_once(every_figure):
         ["40%", "60%", "80%"],
         ["L4, 1.5B", "A100, 1.5B", "A100, 7B"],
     ]
+    (legend,) = fig2.legends
+    assert [text.get_text() for text in legend.get_texts()] == (
+        ["shield minus lru", "the same, evenly paced", "paper"]
+    )
     assert places(figure("fig3a").axes[0]) == list(EXPERIMENTS["fig3a"].variants)
     assert [places(axes) for axes in figure("fig3b").axes] == [["0.0", "0.5", "1.0"]] * 4
     table1 = figure("table1")

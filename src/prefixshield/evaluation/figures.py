@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prefixshield.evaluation.findings import FIG3B_COUNTS, NO_ATTACK, Findings, Measured
+from prefixshield.evaluation.findings import EVENLY, FIG3B_COUNTS, NO_ATTACK, Findings, Measured
 from prefixshield.evaluation.paper import Reported, reported
 
 if TYPE_CHECKING:
@@ -114,13 +114,22 @@ def _fig2(found: Sequence[Findings]) -> Figure:
         names = [name for name in left if name.startswith(prefix) and name.endswith(suffix)]
         left = [name for name in left if name not in names]
         axes.axhline(0, color="0.7", linewidth=1)
+        places = [name for name in names if not name.endswith(EVENLY)]
         series = _Series(
             "shield minus lru",
             _COLOURS["shield"],
-            [findings.difference_pp(name, "shield", "lru") for name in names],
-            [reported("fig2", name, "shield", "minus_lru_pp") for name in names],
+            [findings.difference_pp(name, "shield", "lru") for name in places],
+            [reported("fig2", name, "shield", "minus_lru_pp") for name in places],
         )
-        _marks(axes, [name.removeprefix(prefix).removesuffix(suffix) for name in names], series)
+        # The paper does not say how it paces the attacker.
+        evenly = _Series(
+            "the same, evenly paced",
+            _OTHER_COLOUR,
+            [findings.difference_pp(name + EVENLY, "shield", "lru") for name in places],
+            [],
+        )
+        shown = [name.removeprefix(prefix).removesuffix(suffix) for name in places]
+        _marks(axes, shown, series, evenly)
         axes.set(title=title, xlabel=label, ylabel="gain in hit ratio (pp)")
     _legend(figure, panels)
     return figure
@@ -215,12 +224,13 @@ def _bars(
     axes.set_xticks(range(len(places)), places)
 
 
-def _marks(axes: Axes, places: Sequence[str], series: _Series) -> None:
+def _marks(axes: Axes, places: Sequence[str], series: _Series, second: _Series) -> None:
     """Points, ours left of the paper's."""
-    for place, ours in enumerate(series.ours):
-        if ours:
-            _interval(axes, place - 0.1, ours, series.colour, "o", label=series.label)
-    _paper_marks(axes, series.papers, 0.1)
+    for one, offset, marker in ((series, -0.15, "o"), (second, 0.0, "s")):
+        for place, ours in enumerate(one.ours):
+            if ours:
+                _interval(axes, place + offset, ours, one.colour, marker, label=one.label)
+    _paper_marks(axes, series.papers, 0.15)
     axes.set_xticks(range(len(places)), places)
     axes.margins(x=0.15, y=0.12)
 

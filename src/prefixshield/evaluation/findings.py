@@ -19,6 +19,9 @@ from prefixshield.evaluation.statistics import Estimate, estimate
 #: What the name of an attack's control ends with.
 NO_ATTACK = ", no attack"
 
+#: What the name of a variant ends with whose attacker keeps an even pace.
+EVENLY = ", evenly"
+
 
 class Measured(NamedTuple):
     """A mean over runs, with its 95% confidence interval."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation import markdown
@@ -18,6 +19,7 @@ from prefixshield.evaluation.findings import (
     Measured,
     read_findings,
 )
+from prefixshield.evaluation.overhead import read_overhead
 from prefixshield.evaluation.paper import reported
 from prefixshield.evaluation.results import Row
 
@@ -89,7 +91,7 @@ def _report(results: Path, found: Mapping[str, Mapping[str, Findings]], figures:
             continue
         every, shown = list(found[name].values()), _shown(found[name])
         parts.append(f"## {every[0].description.get('title', name)}")
-        parts.extend(_provenance(findings) for findings in every)
+        parts.extend(_provenance(one.engine, one.description) for one in every)
         if name in figures:
             parts.append(f"![{name}]({name}.png)")
         parts.extend(section(shown))
@@ -99,6 +101,7 @@ def _report(results: Path, found: Mapping[str, Mapping[str, Findings]], figures:
             for findings in every:
                 if findings is not real:
                     parts.extend(_agreement(findings, real))
+    parts.extend(_overhead(results, found))
     return "\n\n".join(parts) + "\n"
 
 
@@ -113,20 +116,19 @@ def _coverage(results: Path, found: Mapping[str, Mapping[str, Findings]]) -> str
     return markdown.table(("Experiment", "default", "real", "calibrated"), rows, names=4)
 
 
-def _provenance(findings: Findings) -> str:
+def _provenance(engine: str, about: Mapping[str, Any]) -> str:
     """Which command made it, of what, where."""
-    about = findings.description
     seeds = about.get("seeds") or []
     span = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else ", ".join(map(str, seeds))
     facts = {
-        "seeds": span or markdown.NOTHING,
-        "blocks of": f"{about['block_size']} tokens" if "block_size" in about else markdown.NOTHING,
+        "seeds": span or None,
+        "blocks of": f"{about['block_size']} tokens" if "block_size" in about else None,
         "commit": about.get("commit") or markdown.NOTHING,
         "vLLM": about.get("vllm"),
         "machine": about.get("machine") or markdown.NOTHING,
     }
     known = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
-    return f"*{findings.engine}*: `{about.get('command', markdown.NOTHING)}`; {known}."
+    return f"*{engine}*: `{about.get('command', markdown.NOTHING)}`; {known}."
 
 
 def _failures(found: Sequence[Findings]) -> str:
@@ -368,6 +370,63 @@ def _fig3b(found: Sequence[Findings]) -> Iterator[str]:
 def _object(column: str, key: str) -> Callable[[Row], float | None]:
     """A value by group; None where the run has none at all, 0 where it has others."""
     return lambda row: row[column].get(key, 0) if row[column] else None
+
+
+def _overhead(results: Path, found: Mapping[str, Mapping[str, Findings]]) -> Iterator[str]:
+    """What policies cost, where it was measured, and requests served under attack at 60% load."""
+    overhead = read_overhead(results)
+    if overhead:
+        yield "## Overhead: selection and metadata"
+        yield _provenance("processor time", overhead[0])
+        yield (
+            "Time of one selection of so many victims from a full pool in which every group owes, and "
+            "memory of the full policy, Python's objects included. *ratio*: median over rounds of "
+            "the time over lru's in the same round. The paper scans its candidates, ours keep queues."
+        )
+        rows = []
+        for row in overhead[1]:
+            setting = f"{int(row['capacity_blocks']) + 1} blocks, {row['groups']} groups"
+            paper = [
+                reported("overhead", setting, row["policy"], quantity)
+                for quantity in ("selection_mean_ms", "selection_p95_ms", "metadata_kib")
+            ]
+            known = [markdown.NOTHING if one is None else f"{one.value:.3f}" for one in paper]
+            rows.append(
+                (
+                    *(setting, row["policy"], row["victims"]),
+                    *(known[0], f"{float(row['mean_us']) / 1000:.3f}"),
+                    *(known[1], f"{float(row['p95_us']) / 1000:.3f}"),
+                    *(row["ratio_to_lru"], known[2], f"{int(row['metadata_bytes']) / 1024:.1f}"),
+                )
+            )
+        columns = (
+            *("Setting", "Policy", "victims", "paper: mean, ms", "mean, ms"),
+            *("paper: P95, ms", "P95, ms", "ratio", "paper: KiB", "KiB"),
+        )
+        yield markdown.table(columns, rows, names=2)
+    rows = [
+        (
+            findings.engine,
+            *(markdown.value(findings.mean("one-touch", p, _rate)) for p in ("lru", "shield")),
+        )
+        for findings in found["table1"].values()
+        if findings.mean("one-touch", "lru", _rate)
+    ]
+    if rows:
+        paper = [reported("overhead", "load 60%", p, "requests_per_s") for p in ("lru", "shield")]
+        given = [f"{value.value:.3f}" if value else markdown.NOTHING for value in paper]
+        yield "### Requests per second, one-touch pollution at 60% load"
+        yield (
+            "Arrivals set the pace, so a policy can only lose here by being slow. Virtual time knows no "
+            "cost of policies; the real engine does."
+        )
+        table = [("paper", *given), *rows]
+        yield markdown.table(("Engine", "lru", "shield"), table)
+
+
+def _rate(row: Row) -> float | None:
+    rate: float | None = row["requests_per_s"]
+    return rate
 
 
 _SECTIONS: Mapping[str, Callable[[Sequence[Findings]], Iterator[str]]] = {
