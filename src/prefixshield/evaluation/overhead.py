@@ -7,6 +7,7 @@ Policies take turns in every round, so a busy machine slows all of them alike.
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import json
 import statistics
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixshield.config import paper_config
+from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation.results import provenance, replace_files
 from prefixshield.evaluation.statistics import percentile
 from prefixshield.policies import POLICIES, PolicySetup, build_policy
@@ -82,6 +84,25 @@ def run_overhead(results: Path, on_progress: Callable[[int, int], None]) -> Path
     return folder
 
 
+def read_overhead(results: Path) -> tuple[dict[str, Any], list[dict[str, str]]] | None:
+    """Description and rows of finished measurements; None: there are none.
+
+    Raises PrefixShieldError when they cannot be read.
+    """
+    folder = results / "overhead"
+    if not folder.exists():
+        return None
+    try:
+        description = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
+        with (folder / "overhead.csv").open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, ValueError) as error:
+        raise PrefixShieldError(f"{folder}: cannot be read: {error}") from None
+    if not rows or tuple(rows[0]) != COLUMNS:
+        raise PrefixShieldError(f"{folder / 'overhead.csv'}: expected the columns {COLUMNS}")
+    return description, rows
+
+
 def _filled(name: str, capacity_blocks: int, groups: int) -> tuple[Policy, list[str]]:
     """A policy whose pool is full of candidates, and the owner of every block.
 
@@ -114,6 +135,9 @@ def _selection_us(capacity_blocks: int, groups: int, victims: int) -> dict[str, 
     After a selection its victims' owners take the same number of blocks again.
     """
     pools = {name: _filled(name, capacity_blocks, groups) for name in POLICIES}
+    # As vLLM's engine does: what lives as long as the process is not looked at again and again.
+    gc.collect()
+    gc.freeze()
     times: dict[str, list[float]] = {name: [] for name in POLICIES}
     for number in range(ROUNDS):
         for name, (policy, owners) in pools.items():
@@ -126,6 +150,7 @@ def _selection_us(capacity_blocks: int, groups: int, victims: int) -> dict[str, 
             for group in sorted({owners[block] for block in chosen}):
                 blocks = [block for block in chosen if owners[block] == group]
                 _admit(policy, blocks, group, f"{number}")
+    gc.unfreeze()
     return times
 
 

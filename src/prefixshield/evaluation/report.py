@@ -171,7 +171,11 @@ def _agreement(one: Findings, other: Findings) -> Iterator[str]:
 
 def _table1(found: Sequence[Findings]) -> Iterator[str]:
     yield _hit_ratios("table1", found)
-    yield _comparisons("table1", found, [("shield", "s3fifo")])
+    yield _comparisons(
+        "table1",
+        found,
+        [("shield", other) for other in ("s3fifo", "never-hit-first", "no-debt-gate")],
+    )
     if lost := list(_losses(found)):
         header = ["Workload", *_sources("attacked minus no attack under lru, pp", found)]
         header += _sources("share that shield recovers, %", found)
@@ -379,11 +383,12 @@ def _overhead(results: Path, found: Mapping[str, Mapping[str, Findings]]) -> Ite
         yield "## Overhead: selection and metadata"
         yield _provenance("processor time", overhead[0])
         yield (
-            "Time of one selection of so many victims from a full pool in which every group owes, and "
-            "memory of the full policy, Python's objects included. *ratio*: median over rounds of "
-            "the time over lru's in the same round. The paper scans its candidates, ours keep queues."
+            "Time of one selection of so many victims from a full pool in which every group owes, "
+            "and memory of the full policy, Python's objects included. *ratio*: median over rounds "
+            "of the time over lru's in the same round. The paper scans its candidates, ours keep "
+            "queues."
         )
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for row in overhead[1]:
             setting = f"{int(row['capacity_blocks']) + 1} blocks, {row['groups']} groups"
             paper = [
@@ -417,8 +422,8 @@ def _overhead(results: Path, found: Mapping[str, Mapping[str, Findings]]) -> Ite
         given = [f"{value.value:.3f}" if value else markdown.NOTHING for value in paper]
         yield "### Requests per second, one-touch pollution at 60% load"
         yield (
-            "Arrivals set the pace, so a policy can only lose here by being slow. Virtual time knows no "
-            "cost of policies; the real engine does."
+            "Arrivals set the pace, so a policy can only lose here by being slow. Virtual time "
+            "knows no cost of policies; the real engine does."
         )
         table = [("paper", *given), *rows]
         yield markdown.table(("Engine", "lru", "shield"), table)
