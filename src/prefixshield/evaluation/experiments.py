@@ -197,6 +197,16 @@ def _scale() -> Iterator[tuple[str, Variant]]:
         yield profile, Variant(_one_touch(pollution.HOT_PREFIXES), _BASELINES, profile=profile)
 
 
+def _short_answers(attack: Callable[..., Workload]) -> Callable[[int, Load, int], Workload]:
+    """An attack whose requests generate one token: they hold their blocks for a prefill only."""
+
+    def make(seed: int, load: Load, block_size: int) -> Workload:
+        shape = replace(DEFAULT_SHAPE, output_blocks=1 / block_size)
+        return attack(seed, load, block_size=block_size, shape=shape)
+
+    return make
+
+
 #: Conversations in a benign run: about 370 requests.
 CONVERSATIONS = 120
 
@@ -243,6 +253,17 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             for wait in (0.0, 0.5, 1.0)
         },
         real_policies=("shield", "no-debt-gate"),
+    ),
+    "reasons": Experiment(
+        "Not in the paper: attacks whose requests generate one token",
+        {
+            "one-touch, one token": Variant(_short_answers(pollution.one_touch), _BASELINES),
+            "low-and-slow, one token": Variant(_short_answers(pollution.low_and_slow), _BASELINES),
+            "two-pass replay, one token": Variant(
+                _short_answers(pollution.two_pass_replay), _BASELINES
+            ),
+        },
+        ("virtual",),
     ),
 }
 

@@ -376,6 +376,11 @@ def _object(column: str, key: str) -> Callable[[Row], float | None]:
     return lambda row: row[column].get(key, 0) if row[column] else None
 
 
+def _reasons(found: Sequence[Findings]) -> Iterator[str]:
+    yield _hit_ratios("reasons", found)
+    yield _latencies("reasons", found)
+
+
 def _overhead(results: Path, found: Mapping[str, Mapping[str, Findings]]) -> Iterator[str]:
     """What policies cost, where it was measured, and requests served under attack at 60% load."""
     overhead = read_overhead(results)
@@ -442,6 +447,7 @@ _SECTIONS: Mapping[str, Callable[[Sequence[Findings]], Iterator[str]]] = {
     "fig2": _fig2,
     "fig3a": _fig3a,
     "fig3b": _fig3b,
+    "reasons": _reasons,
 }
 
 # Tables that several sections have.
