@@ -400,13 +400,15 @@ def _overhead(results: Path, found: Mapping[str, Mapping[str, Findings]]) -> Ite
                 reported("overhead", setting, row["policy"], quantity)
                 for quantity in ("selection_mean_ms", "selection_p95_ms", "metadata_kib")
             ]
-            known = [markdown.NOTHING if one is None else f"{one.value:.3f}" for one in paper]
+            mean, p95, size = paper
+            known = [markdown.NOTHING if one is None else f"{one.value:.3f}" for one in (mean, p95)]
+            known.append(markdown.NOTHING if size is None else f"{size.value:,.1f}")
             rows.append(
                 (
                     *(setting, row["policy"], row["victims"]),
                     *(known[0], f"{float(row['mean_us']) / 1000:.3f}"),
                     *(known[1], f"{float(row['p95_us']) / 1000:.3f}"),
-                    *(row["ratio_to_lru"], known[2], f"{int(row['metadata_bytes']) / 1024:.1f}"),
+                    *(row["ratio_to_lru"], known[2], f"{int(row['metadata_bytes']) / 1024:,.1f}"),
                 )
             )
         columns = (
