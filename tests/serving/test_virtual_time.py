@@ -119,6 +119,10 @@ def test_an_experiment_run_twice_gives_the_same_bytes(tmp_path, monkeypatch):
 
     first = run(tmp_path / "a")
     assert done == [(n, 8) for n in range(9)]
+    assert run(tmp_path / "a") == first
+    with pytest.raises(KeyboardInterrupt):  # with all runs done and the files not yet there
+        run(tmp_path / "c", stop_after=8)
+    assert run(tmp_path / "c") == first
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "b", stop_after=3)
     done.clear()

@@ -128,8 +128,7 @@ def run_experiment(
             files.add(row)
             rows[Cell(*(row[key] for key in KEYS))] = row
             on_progress(len(rows), len(cells))
-    if missing:
-        files.complete(rows[cell] for cell in cells)
+    files.complete(rows[cell] for cell in cells)
     return folder
 
 
