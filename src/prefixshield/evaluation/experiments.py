@@ -7,6 +7,7 @@ Matched runs share the seed, so every policy gets the same requests.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -40,6 +41,11 @@ BEST_EFFORT = Contract(
 VICTIM_BOUND = f"{Clairvoyant.name}-victim"
 
 
+_ALL = tuple(POLICIES)
+_PAPERS = ("lru", "s3fifo", "static-quota", "shield")
+_BASELINES = ("lru", "s3fifo", "never-hit-first", "shield")
+
+
 @dataclass(frozen=True)
 class Variant:
     """One workload over one pool."""
@@ -60,7 +66,7 @@ class Experiment:
     variants: Mapping[str, Variant]
     engines: Sequence[EngineName] = ("virtual", "real", "calibrated")
     """Which engines it can run on; the first is the default."""
-    real_policies: Sequence[str] = ("lru", "s3fifo", "static-quota", "shield")
+    real_policies: Sequence[str] = _PAPERS
     """Of its policies those that run on the real engine, where a run takes a minute or more: the
     paper's."""
 
@@ -72,11 +78,6 @@ class Cell(NamedTuple):
     variant: str
     policy: str
     seed: int
-
-
-_ALL = tuple(POLICIES)
-_PAIR = ("lru", "shield")
-_BASELINES = ("lru", "s3fifo", "never-hit-first", "shield")
 
 
 def _attacks() -> dict[str, Variant]:
@@ -207,6 +208,25 @@ def _short_answers(attack: Callable[..., Workload]) -> Callable[[int, Load, int]
     return make
 
 
+def _late(make: Callable[[int, Load, int], Workload]) -> Callable[[int, Load, int], Workload]:
+    """The requests of seed 0, each up to `LATE_MS` late: the seed decides how late."""
+
+    def late(seed: int, load: Load, block_size: int) -> Workload:
+        workload = make(0, load, block_size)
+        rng = random.Random(f"late {seed}")
+        requests = [
+            replace(request, timestamp_ms=round(request.timestamp_ms + rng.uniform(0, LATE_MS), 3))
+            for request in workload.requests
+        ]
+        requests.sort(key=lambda request: request.timestamp_ms)
+        return replace(workload, requests=tuple(requests))
+
+    return late
+
+
+#: Milliseconds of the trace's time, as a client and a server that share two cores are late.
+LATE_MS = 100.0
+
 #: Conversations in a benign run: about 370 requests.
 CONVERSATIONS = 120
 
@@ -253,6 +273,15 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             for wait in (0.0, 0.5, 1.0)
         },
         real_policies=("shield", "no-debt-gate"),
+    ),
+    "late": Experiment(
+        "Not in the paper: how far a little lateness of arrivals moves a hit ratio",
+        {
+            "one-touch, late": Variant(_late(_one_touch(pollution.HOT_PREFIXES)), _PAPERS),
+            "low-and-slow, late": Variant(_late(_low_and_slow), _PAPERS),
+            "borrowing, late": Variant(_late(_borrowing), _PAPERS),
+        },
+        ("calibrated",),
     ),
     "reasons": Experiment(
         "Not in the paper: attacks whose requests generate one token",

@@ -60,7 +60,8 @@ def chosen(name: str, engine: str | None) -> list[tuple[str, str]]:
         found = [
             (key, engine or experiment.engines[0])
             for key, experiment in EXPERIMENTS.items()
-            if engine is None or engine in experiment.engines
+            if (engine or experiment.engines[0]) in experiment.engines
+            and (engine or experiment.engines[0] not in _ON_THIS_MACHINE)
         ]
         return found if engine else [*found, (OVERHEAD, "-")]
     if name == OVERHEAD:
