@@ -40,8 +40,8 @@ test: setup ## all tests
 	@$(VENV)/python -m pytest
 
 lint: setup ## style and types
-	@$(VENV)/ruff check . scripts/setup_venv scripts/repeat_real
-	@$(VENV)/ruff format --check . scripts/setup_venv scripts/repeat_real
+	@$(VENV)/ruff check . scripts/setup_venv
+	@$(VENV)/ruff format --check . scripts/setup_venv
 	@$(VENV)/mypy
 	@$(VENV)/mypy -p demo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -249,7 +250,8 @@ def _mapper(jobs: int) -> Iterator[_RunAll]:
         yield lambda task, cells: map(task, cells)
         return
     # Not forked: vLLM's imports start threads.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_be_quiet) as pool:
 
         def run_all(task: Callable[[Cell], Row], cells: list[Cell]) -> Iterator[Row]:
             futures = [pool.submit(task, cell) for cell in cells]
@@ -261,3 +263,8 @@ def _mapper(jobs: int) -> Iterator[_RunAll]:
                 raise
 
         yield run_all
+
+
+def _be_quiet() -> None:
+    """In a process of its own, before vLLM is imported: a hundred schedulers have nothing to say."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

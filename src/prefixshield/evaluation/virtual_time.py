@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import cast
-
-# Before vLLM is imported: a hundred schedulers a minute have nothing to say.
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from prefixshield.config import Config, dump_config
 from prefixshield.evaluation.profiles import CostModel
