@@ -266,5 +266,5 @@ def _mapper(jobs: int) -> Iterator[_RunAll]:
 
 
 def _be_quiet() -> None:
-    """In a process of its own, before vLLM is imported: a hundred schedulers have nothing to say."""
+    """Before vLLM is imported in a process of ours: a hundred schedulers have nothing to say."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
