@@ -138,6 +138,10 @@ def request(line: int, group: str, hash_ids: tuple[int, ...], tail: int) -> Trac
     )
 
 
+def config_of(workload):
+    return workload_config(workload, "shield").model_copy(update={"contracts": CONTRACTS})
+
+
 def small_workload() -> Workload:
     """Two hot prefixes of the victim's, and an attacker that never asks the same twice."""
     unseen = itertools.count(1000)
@@ -191,7 +195,7 @@ def with_request(workload: Workload, **changes: object) -> Workload:
 def test_a_workload_that_cannot_be_served_is_one_message(
     workload: Workload, blocks: int, message: str, tmp_path: Path
 ) -> None:
-    config = workload_config(small_workload(), "shield", contracts=CONTRACTS)
+    config = config_of(small_workload())
     with pytest.raises(PrefixShieldError) as caught:
         run_real_time(workload, config, blocks, log_folder=tmp_path)
     assert message in str(caught.value)
@@ -205,7 +209,7 @@ def test_requests_far_apart_hit_what_serial_replay_says(
     pytest.importorskip("vllm")
     blocks = 48
     workload = with_request(small_workload(), contract="spare", prefix_id="hot", output_length=0)
-    config = workload_config(workload, "shield", contracts=CONTRACTS)
+    config = config_of(workload)
     refused = request(13, "attacker", (900,), tail=8)
     make = real_time._call
 
@@ -246,7 +250,7 @@ def test_requests_far_apart_hit_what_serial_replay_says(
 
 def replayed_hits(workload: Workload, blocks: int) -> tuple[list[int], Counter[tuple[str, str]]]:
     """Blocks hit by each request in serial replay, and the evictions."""
-    config = workload_config(workload, "shield", contracts=CONTRACTS)
+    config = config_of(workload)
     policy = replay_policy(config, blocks, workload.requests, BLOCK)
     replay = Replay(config, policy, BLOCK)
     totals = [replay.run([one]).total.blocks_hit for one in workload.requests]

@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING
 from prefixshield.config import PAPER_CONTRACTS, Config, GroupSection
 from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation.client import Call, complete, make_call, make_client
+from prefixshield.evaluation.profiles import CAPACITY_REQUESTS
 from prefixshield.evaluation.real_time import VOCABULARY, ServerOptions, serving
 
 if TYPE_CHECKING:
     import httpx
-
-#: Distinct prompts of a capacity measurement (paper, section IV, Cache and policy configuration).
-CAPACITY_REQUESTS = 32
 
 #: Prompt lengths whose TTFT is taken, as parts of the longest.
 _LENGTHS = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
@@ -50,7 +48,8 @@ class MeasuredCosts:
     overhead_ms: float
     """Of a request, outside all steps: HTTP and the way to the engine and back."""
     capacity_rps: float
-    """C_prefill, requests per second; see `measure_capacity`."""
+    """C_prefill: requests per second of `CAPACITY_REQUESTS` distinct prompts sent at once, under
+    LRU, each for one token; from the first sending to the last answer."""
 
 
 @dataclass(frozen=True)
@@ -62,26 +61,6 @@ class Sample:
     prefill_tokens: int
     decoded_tokens: int = 0
     """Those of all sequences that came of decoding: not the first of an answer."""
-
-
-def measure_capacity(
-    prompt_length: int,
-    *,
-    block_size: int,
-    capacity_blocks: int,
-    log_folder: Path,
-    count: int = CAPACITY_REQUESTS,
-    repeats: int = 3,
-    options: ServerOptions | None = None,
-) -> float:
-    """C_prefill: requests per second of ``count`` distinct prompts sent at once, under LRU.
-
-    Each asks for one token; the time runs from the first sending to the last answer. The median
-    of ``repeats`` measurements.
-    """
-    options = options or ServerOptions()
-    with _bench(prompt_length, block_size, capacity_blocks, log_folder, options) as bench:
-        return asyncio.run(bench.capacity_rps(prompt_length, count, repeats))
 
 
 def measure_costs(
@@ -158,7 +137,7 @@ class _Bench:
         self._numbers = itertools.count()
 
     async def capacity_rps(self, prompt_length: int, count: int, repeats: int) -> float:
-        """See `measure_capacity`."""
+        """See `MeasuredCosts`; the median of so many measurements."""
         async with make_client(self._base_url) as client:
             await _time_ms(client, [self._unseen(prompt_length)])
             times = [

@@ -36,6 +36,9 @@ class CostModel:
         )
 
 
+#: Distinct prompts, sent at once, from which C_prefill is calibrated (paper, section IV).
+CAPACITY_REQUESTS = 32
+
 _L4 = CostModel(base_ms=12.0, prefill_ms_per_token=0.05902, decode_ms_per_sequence=0.3)
 _COMPUTE, _BANDWIDTH = 312 / 121, 1555 / 300
 _PARAMETERS, _KV_BYTES = 7.62 / 1.54, 2.0

@@ -55,22 +55,20 @@ class Run:
 def workload_config(
     workload: Workload,
     policy: str,
-    preset: str = "paper",
-    contracts: Mapping[str, ContractSection] = PAPER_CONTRACTS,
     speed: float = 1.0,
 ) -> Config:
-    """The configuration that a workload runs under; its first group is the default group.
+    """The paper's preset and contracts for a workload; its first group is the default group.
 
     ``speed``: how many times faster than its timestamps say the trace is played; refill rates
     rise with it, so that creation stays in proportion to entitlement.
     """
     scaled = {
         name: ContractSection(refill_rate=terms.refill_rate * speed, burst=terms.burst)
-        for name, terms in contracts.items()
+        for name, terms in PAPER_CONTRACTS.items()
     }
     groups = {name: GroupSection(contract=contract) for name, contract in workload.groups.items()}
     config = Config(
-        preset=preset,
+        preset="paper",
         contracts=scaled,
         groups=groups,
         default_group=next(iter(workload.groups)),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from prefixshield.config import Config, dump_config
-from prefixshield.evaluation.profiles import CostModel
+from prefixshield.evaluation.profiles import CAPACITY_REQUESTS, CostModel
 from prefixshield.evaluation.run import Outcome, Run, workload_config
 from prefixshield.serving.control_plane import ControlPlane, engine_config
 
@@ -35,9 +35,6 @@ from prefixshield.traces import TraceRequest, Workload
 
 #: Milliseconds between two looks at the debts.
 _DEBT_SAMPLE_MS = 50.0
-
-#: Requests from which C_prefill is calibrated (paper, section IV).
-CALIBRATION_REQUESTS = 32
 
 
 def run_virtual_time(
@@ -231,12 +228,12 @@ def prefill_capacity(costs: CostModel, prompt_tokens: int, capacity_blocks: int 
             contract=None,
             prefix_id=None,
         )
-        for number in range(CALIBRATION_REQUESTS)
+        for number in range(CAPACITY_REQUESTS)
     )
     workload = Workload("calibration", 16, {"all": "standard"}, requests)
     run = run_virtual_time(workload, workload_config(workload, "lru"), capacity_blocks, costs)
     assert run.duration_s is not None
-    return CALIBRATION_REQUESTS / run.duration_s
+    return CAPACITY_REQUESTS / run.duration_s
 
 
 @functools.cache
