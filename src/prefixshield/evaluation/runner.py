@@ -222,21 +222,35 @@ def _describe(name: str, engine: str, seeds: range, machine: dict[str, Any]) -> 
 
 
 def _machine(results: Path) -> dict[str, Any]:
-    """What the real server does on this machine: measured once, then kept beside the results."""
-    path = results / "calibration.json"
-    if not path.exists():
-        from prefixshield.evaluation.calibration import measure_costs
+    """What the real server does on this machine: measured once, then kept beside the results.
 
-        block_size = BLOCK_SIZE["real"]
-        costs = measure_costs(
-            DEFAULT_SHAPE.prompt_tokens(block_size),
-            block_size=block_size,
-            capacity_blocks=DEFAULT_BLOCKS,
-            log_folder=results / "logs",
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(costs), indent=2) + "\n", encoding="utf-8")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    A file that was measured on another machine is measured again.
+    """
+    path = results / "calibration.json"
+    here = provenance()["machine"]
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if found["machine"] == here:
+            return found
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError):
+        raise PrefixShieldError(
+            f"{path}: not a calibration, expected what an experiment on the real engine writes: "
+            "remove it and it is measured again"
+        ) from None
+    from prefixshield.evaluation.calibration import measure_costs
+
+    block_size = BLOCK_SIZE["real"]
+    costs = measure_costs(
+        DEFAULT_SHAPE.prompt_tokens(block_size),
+        block_size=block_size,
+        capacity_blocks=DEFAULT_BLOCKS,
+        log_folder=results / "logs",
+    )
+    found = {"machine": here, **asdict(costs)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return found
 
 
