@@ -227,12 +227,12 @@ def report(
 
 @app.command()
 def workload(
-    name: Annotated[str, typer.Argument(help="A workload of the experiments.")],
+    name: Annotated[str, typer.Argument(help="A workload of the experiments, or a mixture.")],
     output: Annotated[Path, typer.Option(help="JSON lines, gzip if it ends in .gz.")],
     seed: Annotated[int, typer.Option(min=0)] = 0,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
 ) -> None:
-    """Write a workload of the paper's experiments as a trace."""
+    """Write a workload of the paper's experiments, or a mixture, as a trace."""
     from prefixshield.evaluation.experiments import make_workload
 
     made = make_workload(name, seed, block_size)

@@ -19,6 +19,7 @@ from prefixshield.policies import POLICIES
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.traces import Workload, pollution
 from prefixshield.traces.conversations import bursty, conversations, sharegpt_like
+from prefixshield.traces.mixtures import MIXTURES
 from prefixshield.traces.pollution import DEFAULT_SHAPE, PREFIX_BLOCKS, Load
 
 #: ``serial``: serial replay; ``virtual``: virtual time at a profile's costs; ``real``: the server
@@ -298,14 +299,17 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def make_workload(name: str, seed: int, block_size: int = 16) -> Workload:
-    """The workload of an experiment's variant, at the paper's default load, by its name.
+    """By name: the workload of an experiment's variant, at the paper's load, or a mixture.
 
     Raises PrefixShieldError for an unknown name.
     """
+    if name in MIXTURES:
+        return MIXTURES[name](seed, block_size)
     variants = {
         key: variant for found in EXPERIMENTS.values() for key, variant in found.variants.items()
     }
     if name not in variants:
-        raise PrefixShieldError(f"workload: found {name!r}, expected one of: {', '.join(variants)}")
+        known = ", ".join([*variants, *MIXTURES])
+        raise PrefixShieldError(f"workload: found {name!r}, expected one of: {known}")
     variant = variants[name]
     return variant.make(seed, Load(PAPER_CAPACITY, variant.alpha), block_size)
