@@ -241,6 +241,38 @@ def workload(
 
 
 @app.command()
+def mix(
+    content: Annotated[Path, typer.Argument(help="Prefixes: a trace, JSON lines, plain or gzip.")],
+    arrivals: Annotated[
+        Path, typer.Argument(help="CSV, plain or gzip: recorded arrivals or rates of clients.")
+    ],
+    output: Annotated[Path, typer.Option(help="JSON lines, gzip if it ends in .gz.")],
+    requests: Annotated[int | None, typer.Option(min=1, help="At most so many.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second: stretches the times evenly.")
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="Which pool of clients, of rates.")] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="Only the busiest, so many.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and of who gets what.")] = 0,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block, as in the trace.")] = 16,
+) -> None:
+    """Put a trace's requests under the arrivals and the skew of real clients."""
+    from prefixshield.traces.arrivals import mix as mixed
+    from prefixshield.traces.arrivals import read_arrivals
+
+    if rate is not None and not 0 < rate < float("inf"):
+        raise PrefixShieldError(f"--rate: found {rate}, expected more than 0 requests/s")
+    found = read_trace(content, block_size)
+    most = len(found) if requests is None else min(requests, len(found))
+    times = read_arrivals(arrivals, most, seed=seed, pool=pool, clients=clients)
+    made = mixed(found, times, block_size, seed=seed, rate=rate)
+    with _written(output):
+        write_trace(output, made.requests)
+    who = f"{len(made.requests)} requests of {len(made.groups)} clients"
+    typer.echo(f"{output}: {who} in {made.requests[-1].timestamp_ms / 1000:.0f} s")
+
+
+@app.command()
 def conversations(
     sharegpt: Annotated[Path, typer.Argument(help="ShareGPT-format JSON.")],
     tokenizer: Annotated[Path, typer.Option(help="A Hugging Face tokenizer.json.")],

@@ -309,7 +309,7 @@ def agents(seed: int, block_size: int) -> Workload:
         system = mixer.fresh(60, 140)
         for start_s in mixer.spread(14, 0.0, 1700.0):
             task = system + mixer.fresh(5, 30)
-            _agent(mixer, tenant, task, start_s, steps=mixer.rng.randint(6, 18))
+            _agent(mixer, tenant, task, start_s, steps=mixer.rng.randint(6, 15))
     return mixer.workload("agents", tenants)
 
 
@@ -336,6 +336,7 @@ def _agent(
                 )
                 for _ in range(mixer.rng.randint(2, 3))
             )
+            context += mixer.fresh(2, 8)  # what they found
     return now_s
 
 
