@@ -9,6 +9,7 @@ bounds: an entry is recomputed when it surfaces, and none is touched because tim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -62,3 +63,83 @@ class Debtors:
 
     def _debt(self, clearance: float, t: float) -> float:
         return self._ledger.lowest_rate * (clearance - t)
+
+
+class Collection:
+    """Debts called in for one allocation batch: which group pays for the next victims.
+
+    The group with the largest P pays, P starts as its normalised debt and falls by 1/W with every
+    victim; of equal debts, the one that pays is the one whose offer ranks lower. P lives in this
+    batch only (paper, algorithm 2; policy.md section 6). A group is drawn from the debtors only
+    when its debt is at least that of the best one drawn so far.
+    """
+
+    def __init__(
+        self,
+        debtors: Debtors,
+        offer: Callable[[str], tuple[int, int] | None],
+        ledger: Ledger,
+        t: float,
+        *,
+        floor: float = 0.0,
+        victims_per_block: float = 1.0,
+    ) -> None:
+        """``offer``: what a group would lose next, in the order of ties; None: nothing.
+        ``floor``: a group pays while P exceeds it by more than ε, blocks.
+        ``victims_per_block``: how many victims one block of debt pays for.
+        """
+        self._debtors = debtors
+        self._offer = offer
+        self._ledger = ledger
+        self._t = t
+        self._floor = floor + EPSILON
+        self._scale = victims_per_block
+        self._drawn: set[str] = set()
+        # G⁺ as a heap of (-P in units of ε, offer, P, 1/W, group).
+        self._heap: list[tuple[int, tuple[int, int], float, float, str]] = []
+        self._paying: tuple[str, float, float] | None = None
+        self._rival = debtors.largest(t)
+
+    def next(self, count: int) -> tuple[str, int] | None:
+        """Who pays next, and for how many of ``count`` victims it does so alone.
+
+        None: nobody owes, or ``count`` is 0. The payer must have lost that many victims, or all it
+        has, before the next call.
+        """
+        if not count:
+            return None
+        if self._paying is not None:
+            self._rank(*self._paying)
+            self._paying = None
+        while self._rival and not (
+            self._heap and round(self._rival[1] / EPSILON) < -self._heap[0][0]
+        ):
+            group, debt = self._rival
+            if debt <= self._floor:
+                self._rival = None
+                break
+            self._debtors.remove_largest()
+            self._drawn.add(group)
+            weight = self._ledger.heaviest_debt_weight(group, self._t)
+            self._rank(group, debt, 1.0 / (weight * self._scale))
+            self._rival = self._debtors.largest(self._t)
+        if not self._heap:
+            return None
+        *_, p, step, group = heappop(self._heap)
+        # It pays alone while P - j/W stays above everybody else's debt by more than ε.
+        others = max(
+            self._heap[0][2] if self._heap else 0.0, self._rival[1] if self._rival else 0.0
+        )
+        others = max(others, self._floor - EPSILON)
+        alone = min(count, max(1, math.ceil((p - others - 2 * EPSILON) / step)))
+        self._paying = (group, p - alone * step, step)
+        return group, alone
+
+    def close(self) -> None:
+        """The batch is over: whoever paid is a debtor as before."""
+        for group in self._drawn:
+            self._debtors.enter(group, self._t)
+
+    def _rank(self, group: str, p: float, step: float) -> None:
+        if p > self._floor and (offer := self._offer(group)) is not None:
+            heappush(self._heap, (-round(p / EPSILON), offer, p, step, group))

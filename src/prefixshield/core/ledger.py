@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 #: Debts up to this many blocks count as cleared, and debts closer than this count as equal:
@@ -50,7 +51,7 @@ class Account:
         """Accounting time at which the balance is back at zero; in the past when not in debt."""
 
     def charge(self, blocks: int, t: float) -> None:
-        """Charge newly materialised blocks: B(t) = B̂(t) - n."""
+        """Charge newly materialised blocks: B(t) = B̂(t) - n. Called by the ledger."""
         self.full_at = max(self.full_at, t) + blocks / self.refill_rate
         self.clears_at = self.full_at - self.burst / self.refill_rate
 
@@ -78,6 +79,10 @@ class Ledger:
         """ρ_min in blocks per second."""
         self._accounts: dict[tuple[str, str], Account] = {}
         self._of_group: dict[str, list[Account]] = {}
+        # The accounts in debt, as a heap of (clearance or earlier, group, contract), and
+        # the sum of their clearances.
+        self._owing: list[tuple[float, str, str]] = []
+        self._clearances = 0.0
         self.time = -math.inf
         """The latest accounting time seen."""
 
@@ -99,6 +104,37 @@ class Ledger:
             self._accounts[group, contract] = account
             self._of_group.setdefault(group, []).append(account)
         return account
+
+    def charge(self, account: Account, blocks: int, t: float) -> None:
+        """Charge an account newly materialised blocks."""
+        self._settle(t)
+        if owed := account.clears_at > t:
+            self._clearances -= account.clears_at
+        account.charge(blocks, t)
+        if account.clears_at > t:
+            self._clearances += account.clears_at
+            if not owed:
+                heappush(self._owing, (account.clears_at, account.group, account.contract))
+
+    def mean_debt(self, t: float) -> float:
+        """Mean of D̃_g(t) over all groups with an account, in blocks; O(1) amortised."""
+        self._settle(t)
+        if not self._owing:
+            return 0.0
+        total = self.lowest_rate * (self._clearances - len(self._owing) * t)
+        return total / len(self._of_group)
+
+    def _settle(self, t: float) -> None:
+        """Strike off the accounts whose debts have cleared."""
+        while self._owing and self._owing[0][0] <= t:
+            _, group, contract = heappop(self._owing)
+            account = self._accounts[group, contract]
+            if account.clears_at > t:  # it was charged more since
+                heappush(self._owing, (account.clears_at, group, contract))
+            else:
+                self._clearances -= account.clears_at
+        if not self._owing:
+            self._clearances = 0.0  # what rounding left
 
     def raw_debt(self, group: str, t: float) -> float:
         """D_g(t) in blocks, summed over the group's contracts: gates promotion."""

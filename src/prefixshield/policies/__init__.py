@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from prefixshield.policies.adaptive import AdaptiveShield
 from prefixshield.policies.base import Access, Policy, PolicySetup
 from prefixshield.policies.lru import Lru
 from prefixshield.policies.never_hit_first import NeverHitFirst
@@ -28,4 +29,6 @@ PRESETS: Mapping[str, str] = {
 
 def build_policy(name: str, setup: PolicySetup) -> Policy:
     """The policy of that name over a pool. Raises KeyError for an unknown name."""
+    if name == Shield.name and setup.preset == "default":
+        return AdaptiveShield(setup)
     return POLICIES[name](setup)

@@ -67,11 +67,21 @@ class Policy(ABC):
 
     def __init__(self, setup: PolicySetup) -> None:
         self.capacity_blocks = setup.capacity_blocks
+        self.orphans_evicted = 0
+        """Victims that no lookup could reach, since start; 0: the policy does not look for them."""
 
     def materialise(  # noqa: B027 - a policy may not care
-        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[Hashable],
+        access: Access,
+        parents: Sequence[Hashable | None] | None = None,
     ) -> None:
-        """Held blocks became cached under ``hashes``, caused by ``access``; charges them."""
+        """Held blocks became cached under ``hashes``, caused by ``access``; charges them.
+
+        ``parents``: the hash that precedes each in its prefix, without which it cannot be hit;
+        None: there is none.
+        """
 
     def hit(self, blocks: Sequence[int], access: Access) -> Sequence[int]:
         """A request reuses held, cached blocks; returns those that were promoted by it."""

@@ -23,7 +23,11 @@ class NeverHitFirst(Policy):
         self._orders: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
 
     def materialise(
-        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[Hashable],
+        access: Access,
+        parents: Sequence[Hashable | None] | None = None,
     ) -> None:
         for block in blocks:
             self._was_hit[block] = 0

@@ -43,7 +43,11 @@ class S3Fifo(Policy):
         self._has_evicted = False
 
     def materialise(
-        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[Hashable],
+        access: Access,
+        parents: Sequence[Hashable | None] | None = None,
     ) -> None:
         for block, block_hash in zip(blocks, hashes, strict=True):
             # One whose content was lost while it was held still stands in its old queue.

@@ -3,18 +3,16 @@
 Source: "Preserving Admission Responsibility in Multi-Tenant Large Language Model Prefix Caches",
 section III, algorithms 1 and 2. Deviations: the history is bounded per group, a block's own chained
 hash is its prefix identifier unless the request names one, and indexed queues replace the scan
-over candidates (same victims). Preset ``default`` is the same policy as ``paper`` for now.
+over candidates (same victims). This is preset ``paper``; ``policies.adaptive`` is the default.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Sequence
-from heapq import heappop, heappush
 from itertools import repeat
 from typing import NamedTuple
 
-from prefixshield.core.debtors import Debtors
+from prefixshield.core.debtors import Collection, Debtors
 from prefixshield.core.history import AdmissionHistory
 from prefixshield.core.ledger import EPSILON, Account, Ledger
 from prefixshield.core.queues import CandidateQueues, Queue
@@ -44,19 +42,23 @@ class Shield(Policy):
         shares = max(1, len(setup.groups))
         self.ledger = Ledger(setup.contracts)
         self.history = AdmissionHistory(HISTORY_PREFIXES_PER_BLOCK * setup.usable_blocks // shares)
-        self._queues = CandidateQueues()
+        self._queues = CandidateQueues[int]()
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
         # Per block: who made it, and the queue of its owner and class; None: never cached.
         self._origin: list[_Origin | None] = [None] * setup.capacity_blocks
-        self._queue: list[Queue | None] = [None] * setup.capacity_blocks
+        self._queue: list[Queue[int] | None] = [None] * setup.capacity_blocks
 
     def materialise(
-        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[Hashable],
+        access: Access,
+        parents: Sequence[Hashable | None] | None = None,
     ) -> None:
         """Charge the blocks, then classify them (policy.md sections 3 and 4)."""
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
-        account.charge(len(blocks), t)
+        self.ledger.charge(account, len(blocks), t)
         self._debtors.enter(access.group, t)
         if access.prefix_id is None:
             prefixes: Iterable[Hashable] = hashes
@@ -97,36 +99,10 @@ class Shield(Policy):
         self._require(count)
         t = self.ledger.now(access.time)
         victims: list[int] = []
-        drawn: set[str] = set()
-        # G⁺ as a heap of (-P in units of ε, class on offer, its native number, P, 1/W, group):
-        # equal debts rank by the candidate they offer. P lives in this batch only.
-        debtors: list[tuple[int, int, int, float, float, str]] = []
-
-        def rank(group: str, p: float, step: float) -> None:
-            if p > EPSILON and self._queues.holds_any_of(group):
-                offer = self._queues.offer(group)
-                heappush(debtors, (-round(p / EPSILON), *offer, p, step, group))
-
-        rival = self._debtors.largest(t)
-        while len(victims) < count:
-            # Draw every group whose debt is at least that of the best one drawn so far.
-            while rival and not (debtors and round(rival[1] / EPSILON) < -debtors[0][0]):
-                group, debt = rival
-                self._debtors.remove_largest()
-                drawn.add(group)
-                rank(group, debt, 1.0 / self.ledger.heaviest_debt_weight(group, t))
-                rival = self._debtors.largest(t)
-            if not debtors:
-                break
-            *_, p, step, group = heappop(debtors)
-            # It pays alone while P - j/W stays above everybody else's debt by more than ε.
-            others = max(debtors[0][3] if debtors else 0.0, rival[1] if rival else 0.0)
-            alone = max(1, math.ceil((p - others - 2 * EPSILON) / step))
-            taken = self._queues.pop(group, min(alone, count - len(victims)))
-            victims += taken
-            rank(group, p - len(taken) * step, step)
-        for group in drawn:
-            self._debtors.enter(group, t)
+        debts = Collection(self._debtors, self._queues.offer, self.ledger, t)
+        while payer := debts.next(count - len(victims)):
+            victims += self._queues.pop(*payer)
+        debts.close()
         return victims + self._queues.pop_lowest(count - len(victims))
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -157,7 +133,7 @@ class Shield(Policy):
         for block, queue in self._queues.check().items():
             assert self._queue[block] is queue, f"block {block} is in another queue"
 
-    def _classes(self, group: str) -> tuple[Queue, Queue, Queue]:
+    def _classes(self, group: str) -> tuple[Queue[int], Queue[int], Queue[int]]:
         """The group's queues of probationary, normal and reuse blocks."""
         return self._queues.of_group(group)
 
@@ -165,7 +141,7 @@ class Shield(Policy):
         """Whether debt keeps the group's blocks from being promoted: D_g(t) > ε."""
         return self.ledger.raw_debt(group, t) > EPSILON
 
-    def _queue_of(self, block: int) -> Queue:
+    def _queue_of(self, block: int) -> Queue[int]:
         queue = self._queue[block]
         assert queue is not None, f"block {block} was never materialised"
         return queue
@@ -176,7 +152,7 @@ class NoSegmentation(Shield):
 
     name = "no-segmentation"
 
-    def _classes(self, group: str) -> tuple[Queue, Queue, Queue]:
+    def _classes(self, group: str) -> tuple[Queue[int], Queue[int], Queue[int]]:
         only, _, _ = self._queues.of_group(group)
         return only, only, only
 

@@ -28,7 +28,11 @@ class StaticQuota(Policy):
         self._candidates = 0
 
     def materialise(
-        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[Hashable],
+        access: Access,
+        parents: Sequence[Hashable | None] | None = None,
     ) -> None:
         for block in blocks:
             self._owner[block] = access.group

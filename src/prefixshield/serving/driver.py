@@ -49,6 +49,7 @@ class PolicyDriver:
         self.is_candidate = bytearray(policy.capacity_blocks)
         """By block: 1 while the policy counts it among its candidates."""
         self.candidate_count = 0
+        self._orphans_counted = 0
         share = policy.share_blocks
         self.shares = None if share is None else Shares(policy.capacity_blocks, share)
         """The count of every group's blocks; None: the policy divides nothing. Right whether or
@@ -61,13 +62,17 @@ class PolicyDriver:
         return Access(identity.group, identity.contract, request_id, self.clock(), prefix_id)
 
     def materialised(
-        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[Hashable],
+        access: Access,
+        parents: Sequence[Hashable | None] | None = None,
     ) -> None:
-        """Held blocks became cached: full, each exactly once."""
+        """Held blocks became cached: full, each exactly once; see ``Policy.materialise``."""
         for block in blocks:
             self.owner[block] = access.group
         self.counts["materialised", access.group] += len(blocks)
-        self._guarded(self.policy.materialise, blocks, hashes, access)
+        self._guarded(self.policy.materialise, blocks, hashes, access, parents)
 
     def hit(self, blocks: Sequence[int]) -> None:
         """The current request reuses held, cached blocks; a touch by anyone else is no reuse."""
@@ -135,6 +140,9 @@ class PolicyDriver:
                 self._fail(f"chose {victims!r} when asked for {count} victims")
             return None
         self._unmark(victims)
+        if orphans := self.policy.orphans_evicted - self._orphans_counted:
+            self.counts["orphans",] += orphans
+            self._orphans_counted += orphans
         return victims
 
     def taken_in_native_order(self, blocks: Sequence[int]) -> None:

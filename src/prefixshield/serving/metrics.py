@@ -37,6 +37,11 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         ("owner", "causer"),
         "Cached blocks evicted, by the group that owned them and the group that needed space.",
     ),
+    "orphans": (
+        "prefixshield_evicted_orphans",
+        (),
+        "Evicted blocks that no lookup could reach, because a block before them was gone.",
+    ),
     "query_tokens": (
         "prefixshield_query_tokens",
         ("group",),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from prefixshield.errors import IncompatibleEngineError
@@ -88,6 +89,8 @@ class ShieldBlockPool(BlockPool):
 
     driver: PolicyDriver
     free_block_queue: ShieldQueue
+    chained_groups: frozenset[int]
+    """The KV-cache groups in which a block is reached through all blocks before it."""
 
     def cache_full_blocks(
         self,
@@ -114,10 +117,16 @@ class ShieldBlockPool(BlockPool):
             if not block.is_null and (block_mask is None or block_mask[index])
         ]
         if cached:
+            hashes = [block.block_hash for block in cached]
+            parents = None
+            if kv_cache_group_id in self.chained_groups:
+                before = blocks[num_cached_blocks - 1].block_hash if num_cached_blocks else None
+                parents = [before, *hashes[:-1]]
             self.driver.materialised(
                 [block.block_id for block in cached],
-                [block.block_hash for block in cached],
+                hashes,
                 _access(self.driver, request),
+                parents,
             )
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -214,6 +223,11 @@ def take_over(manager: KVCacheManager, driver: PolicyDriver) -> None:
     manager.__class__ = ShieldKVCacheManager
     shield_pool = cast(ShieldBlockPool, pool)
     shield_pool.driver = driver
+    shield_pool.chained_groups = frozenset(
+        number
+        for number, of_type in enumerate(manager.coordinator.single_type_managers)
+        if type(of_type) is FullAttentionManager
+    )
     shield_pool.free_block_queue.driver = driver
     shield_pool.free_block_queue.blocks = pool.blocks
     shield_pool.free_block_queue.unhashed_at_the_end = set()

@@ -63,7 +63,11 @@ class Clairvoyant(Policy):
         self._heap: list[tuple[float, int, int]] = []  # (-next use, release number, block)
 
     def materialise(
-        self, blocks: Sequence[int], hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[Hashable],
+        access: Access,
+        parents: Sequence[Hashable | None] | None = None,
     ) -> None:
         for block, block_hash in zip(blocks, hashes, strict=True):
             self._use[block] = (access.group, block_hash)

@@ -89,14 +89,22 @@ class SimBlockPool:
         return blocks, evicted
 
     def cache(
-        self, blocks: Sequence[int], namespace: str, hashes: Sequence[Hashable], access: Access
+        self,
+        blocks: Sequence[int],
+        namespace: str,
+        hashes: Sequence[Hashable],
+        access: Access,
+        after: Hashable | None = None,
     ) -> None:
-        """Held blocks without content become cached: materialised by ``access``."""
+        """Held blocks without content become cached: materialised by ``access``.
+
+        ``hashes`` follow each other in one prefix; ``after``: the hash before them, if any.
+        """
         for block, block_hash in zip(blocks, hashes, strict=True):
             assert self._content[block] is None, f"block {block} is cached already"
             self._content[block] = Content(access.group, namespace, block_hash)
             self._cached.setdefault((namespace, block_hash), {})[block] = None
-        self.policy.materialise(blocks, hashes, access)
+        self.policy.materialise(blocks, hashes, access, [after, *hashes[:-1]])
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back; blocks in the order in which they should be evicted."""

@@ -61,6 +61,8 @@ class ReplayResult:
     """By group, in order of first appearance."""
     evictions: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Evicted blocks by (owner, causer)."""
+    orphans_evicted: int = 0
+    """Evicted blocks that no lookup could reach, of the policies that look for them."""
     rejected_lines: list[int] = field(default_factory=list)
     """Trace lines of the requests that were rejected."""
 
@@ -70,7 +72,8 @@ class ReplayResult:
             for (owner, causer), blocks in sorted(self.evictions.items())
         ]
         groups = {name: tally.as_dict() for name, tally in self.groups.items()}
-        return {**self.total.as_dict(), "groups": groups, "evictions": evictions}
+        orphans = {"orphans_evicted": self.orphans_evicted}
+        return {**self.total.as_dict(), **orphans, "groups": groups, "evictions": evictions}
 
 
 class Replay:
@@ -93,6 +96,7 @@ class Replay:
         """
         for request in requests:
             self._serve(request, log)
+        self.result.orphans_evicted = self.policy.orphans_evicted
         return self.result
 
     def _serve(self, request: TraceRequest, log: Callable[[Event], None] | None) -> None:
@@ -120,7 +124,8 @@ class Replay:
                 for block, content in evicted
             ]
         if blocks:
-            self.pool.cache(blocks, access.group, new_hashes, access)
+            after = hashes[len(hits) - 1] if hits else None
+            self.pool.cache(blocks, access.group, new_hashes, access, after)
         self.pool.release([*hits, *blocks][::-1])
         for tally in tallies:
             tally.blocks_queried += len(hashes)

@@ -1,0 +1,199 @@
+"""The default preset's order of reclamation (docs/policy.md), for a pool and for its miniatures.
+
+Two segments, unproven and proven blocks, each in native order (segmented LRU: Karedla, Love and
+Wherry, "Caching strategies to improve disk system performance", IEEE Computer 1994), with the
+second chances of S3-FIFO in the proven one (Yang et al., SOSP 2023). Which segment loses next is
+decided by the proven share; whose block of it, by the debts that are called in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Generic, NamedTuple
+
+from prefixshield.core.debtors import Collection, Debtors
+from prefixshield.core.ledger import Ledger
+from prefixshield.core.queues import B, CandidateQueues, Queue
+from prefixshield.core.retention import RetentionClass
+
+#: A proven block gets as many second chances as it was hit, at most this many (S3-FIFO's counter).
+MAX_CHANCES = 3
+
+#: Until it is first full, a pool takes what this share leaves as unproven and the rest as proven.
+FIRST_SHARE = 0.9
+
+
+class Rule(NamedTuple):
+    """How victims are chosen."""
+
+    proven_share: float
+    """Share of the pool that proven blocks may have before one of them goes first; 0: all blocks
+    are in native order, proven or not."""
+    calls_in_debts: bool
+    """Whether groups that owe more than the average group lose blocks before anybody else."""
+
+
+class Order(Generic[B]):
+    """All cached blocks with their class, and the candidates among them in order.
+
+    PROBATIONARY: unproven; NORMAL: proven by another request; REUSE: proven and promoted.
+    """
+
+    def __init__(
+        self, capacity_blocks: int, ledger: Ledger, rule: Rule, victims_per_block: float = 1.0
+    ) -> None:
+        """``victims_per_block``: victims that a block of debt pays for; below 1 in a miniature."""
+        self.rule = rule
+        self._capacity = capacity_blocks
+        self._ledger = ledger
+        self._victims_per_block = victims_per_block
+        self._queues = CandidateQueues[B]()
+        self._debtors = Debtors(ledger, self._queues.holds_any_of)
+        self._queue: dict[B, Queue[B]] = {}  # of every cached block, held or not
+        self._chances: dict[B, int] = {}
+        self.clear()
+
+    def __len__(self) -> int:
+        """Number of candidates."""
+        return len(self._queues)
+
+    def __contains__(self, block: B) -> bool:
+        """Whether a block is cached."""
+        return block in self._queue
+
+    def candidates(self) -> Set[B]:
+        """All candidates. For tests: scans them."""
+        return self._queues.check().keys()
+
+    def retention(self, block: B) -> RetentionClass | None:
+        """The class of a cached block."""
+        queue = self._queue.get(block)
+        return None if queue is None else queue.retention
+
+    def admit(self, block: B, group: str, *, proven: bool) -> None:
+        """A block is cached, and held; what it was before is forgotten."""
+        self.drop(block)
+        if not proven and not self._was_full:
+            self._unproven_until_full -= 1
+            proven = self._unproven_until_full < 0
+        unproven_queue, proven_queue, _ = self._queues.of_group(group)
+        self._queue[block] = proven_queue if proven else unproven_queue
+        self._proven += proven
+
+    def reuse(self, block: B, *, promote: bool) -> bool:
+        """A held block was hit by another request than it was made by; whether it is promoted."""
+        queue = self._queue[block]
+        _, proven_queue, promoted_queue = self._queues.of_group(queue.group)
+        self._chances[block] = min(MAX_CHANCES, self._chances.get(block, 0) + 1)
+        self._proven += queue.retention is RetentionClass.PROBATIONARY
+        if promote and queue is not promoted_queue:
+            self._queue[block] = promoted_queue
+            return True
+        if queue.retention is RetentionClass.PROBATIONARY:
+            self._queue[block] = proven_queue
+        return False
+
+    def append(self, blocks: Iterable[B]) -> None:
+        """Held blocks become candidates, in native order."""
+        placed = [(block, self._queue[block]) for block in blocks]
+        self._queues.append(placed)
+        for group in {queue.group for _, queue in placed}:
+            self._debtors.enter(group, self._ledger.time)
+
+    def remove(self, block: B) -> None:
+        """A candidate is held."""
+        self._queues.remove(block, self._queue[block])
+
+    def drop(self, block: B) -> None:
+        """A block is cached no more, and no candidate."""
+        queue = self._queue.pop(block, None)
+        if queue is not None:
+            self._proven -= queue.retention is not RetentionClass.PROBATIONARY
+            self._chances.pop(block, None)
+
+    def clear(self) -> None:
+        """Nothing is cached."""
+        self._queues.clear()
+        self._queue.clear()
+        self._chances.clear()
+        self._proven = 0
+        self._unproven_until_full = (1 - FIRST_SHARE) * self._capacity
+        self._was_full = False
+
+    def charged(self, group: str, t: float) -> None:
+        """A group's debt may have grown."""
+        self._debtors.enter(group, t)
+
+    def largest_debt(self, t: float) -> float:
+        """The largest normalised debt of a group that has a candidate, in blocks."""
+        largest = self._debtors.largest(t)
+        return largest[1] if largest else 0.0
+
+    def take(self, count: int, t: float) -> list[tuple[B, RetentionClass]]:
+        """The next ``count`` victims and their classes; they are cached no more."""
+        self._was_full |= count > 0
+        victims: list[tuple[B, RetentionClass]] = []
+        if self.rule.calls_in_debts:
+            debts = Collection(
+                self._debtors,
+                self._queues.offer,
+                self._ledger,
+                t,
+                floor=self._ledger.mean_debt(t),
+                victims_per_block=self._victims_per_block,
+            )
+            while payer := debts.next(count - len(victims)):
+                victims += self._next(payer[1], payer[0])
+            debts.close()
+        return victims + self._next(count - len(victims), None)
+
+    def _next(self, count: int, group: str | None) -> list[tuple[B, RetentionClass]]:
+        """Up to ``count`` victims of a group, or of all groups for None.
+
+        From the segment that is over its share, what was released first.
+        """
+        victims: list[tuple[B, RetentionClass]] = []
+        share = self.rule.proven_share
+        while len(victims) < count:
+            unproven, proven = self._heads(group)
+            if unproven is None or proven is None:
+                queue = unproven or proven
+                if queue is None:
+                    break
+            elif share == 0:
+                queue = unproven if unproven.head() < proven.head() else proven
+            else:
+                queue = proven if self._proven > share * self._capacity else unproven
+            block = self._queues.take(queue)
+            if share and queue is proven and (chances := self._chances.get(block)):
+                self._chances[block] = chances - 1
+                self._queues.append([(block, queue)])
+                continue
+            self.drop(block)
+            victims.append((block, queue.retention))
+        return victims
+
+    def _heads(self, group: str | None) -> tuple[Queue[B] | None, Queue[B] | None]:
+        """The queues that the next unproven and the next proven victim stand in front of.
+
+        All groups' proven blocks are in one native order; of its own, a group pays with those that
+        were not promoted first.
+        """
+        if group is not None:
+            unproven, normal, reuse = self._queues.of_group(group)
+            proven = normal if normal.blocks else reuse
+            return unproven if unproven.blocks else None, proven if proven.blocks else None
+        first = self._queues.first
+        normals, reuses = first(RetentionClass.NORMAL), first(RetentionClass.REUSE)
+        if normals is None or (reuses is not None and reuses.head() < normals.head()):
+            normals = reuses
+        return first(RetentionClass.PROBATIONARY), normals
+
+    def check(self) -> None:
+        """Assert that the state is consistent. For tests: scans everything."""
+        for block, queue in self._queues.check().items():
+            assert self._queue[block] is queue, f"block {block} is in another queue"
+        lowest = RetentionClass.PROBATIONARY
+        proven = sum(queue.retention is not lowest for queue in self._queue.values())
+        assert proven == self._proven, f"counted {self._proven} proven blocks, found {proven}"
+        assert self._chances.keys() <= self._queue.keys(), "chances of a block that is not cached"

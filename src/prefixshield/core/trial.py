@@ -1,0 +1,142 @@
+"""The trial: six rules side by side on miniatures of the pool; the pool follows the best.
+
+Each miniature serves a sample of the block accesses, chosen by hash, in proportion fewer blocks
+(Waldspurger et al., "Cache modeling and optimization using miniature simulations", USENIX ATC
+2017), under one rule: a proven share, with debts called in or not. What the pool then does follows
+from two questions (docs/policy.md): would calling in debts have served more, and which proven share
+would have served most?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from itertools import product
+from zlib import crc32
+
+from prefixshield.core.ghosts import Ghosts
+from prefixshield.core.ledger import Ledger
+from prefixshield.core.order import Order, Rule
+from prefixshield.core.retention import RetentionClass
+
+#: Blocks of a miniature; a pool that is no larger has a copy of itself.
+MINIATURE_BLOCKS = 512
+
+#: What a miniature remembers fades over this many times as many accesses as the pool has blocks.
+MEMORY_PER_BLOCK = 16
+
+#: The proven shares on trial; the first is the one that a pool begins with.
+PROVEN_SHARES = (0.9, 0.0, 0.5)
+
+RULES = tuple(Rule(share, calls) for calls, share in product((True, False), PROVEN_SHARES))
+
+#: Who makes blocks in a miniature, where no request comes back to its own.
+_SOMEBODY = "somebody"
+
+#: A block of a group.
+Key = tuple[str, Hashable]
+
+
+class Miniature:
+    """One rule over a small pool that holds sampled blocks."""
+
+    def __init__(self, capacity: int, ledger: Ledger, rule: Rule, rate: float) -> None:
+        self.order: Order[Key] = Order(capacity, ledger, rule, rate)
+        self.ghosts = Ghosts(capacity)
+        self._capacity = capacity
+        self._resident = 0
+        self.value = 0.0
+        """Blocks served, as they count for debts; faded."""
+        self.served = 0.0
+        """Blocks served; faded."""
+
+    def serve(self, keys: Sequence[Key], t: float) -> tuple[int, int]:
+        """Serve the blocks of one request; how many hit, of unproven and of proven blocks."""
+        hits = [0, 0]
+        order = self.order
+        keys = keys[: self._capacity]
+        missing: list[Key] = []
+        reachable = True
+        for key in keys:
+            if key not in order:
+                reachable = False
+                missing.append(key)
+                continue
+            order.remove(key)
+            if reachable:
+                hits[order.retention(key) is not RetentionClass.PROBATIONARY] += 1
+                order.reuse(key, promote=False)
+        excess = self._resident + len(missing) - self._capacity
+        if excess > 0:
+            for (group, block_hash), was in order.take(excess, t):
+                if was is RetentionClass.PROBATIONARY:
+                    self.ghosts.remember(group, block_hash, _SOMEBODY)
+        self._resident = min(self._capacity, self._resident + len(missing))
+        for key in missing:
+            order.admit(key, key[0], proven=self.ghosts.recall(*key) is not None)
+        order.append(reversed(keys))
+        return hits[0], hits[1]
+
+
+class Trial:
+    """Serves samples of the accesses under all rules and says which one the pool should follow."""
+
+    def __init__(self, capacity_blocks: int, ledger: Ledger) -> None:
+        size = min(capacity_blocks, MINIATURE_BLOCKS)
+        rate = size / max(1, capacity_blocks)
+        self._ledger = ledger
+        self._memory = MEMORY_PER_BLOCK * capacity_blocks
+        self._sampled_below = rate * 2**32
+        self._miniatures = [Miniature(size, ledger, rule, rate) for rule in RULES]
+        self._best = self._miniatures[0]
+        self._gain = 1.0  # of the accesses to come over the first ones: what makes these fade
+
+    @property
+    def rule(self) -> Rule:
+        """The rule to follow."""
+        return self._best.order.rule
+
+    def samples(self, block_hash: Hashable) -> bool:
+        """Whether the miniatures see accesses to a block."""
+        return crc32(repr(block_hash).encode()) < self._sampled_below
+
+    def charged(self, group: str, t: float) -> None:
+        """A group's debt may have grown."""
+        for miniature in self._miniatures:
+            if miniature.order.rule.calls_in_debts:
+                miniature.order.charged(group, t)
+
+    def serve(self, keys: Sequence[Key], accesses: int, t: float, discount: float) -> None:
+        """A request has used blocks of one group, all in prefix order.
+
+        ``keys``: those that are sampled. ``accesses``: how many there were. ``discount``: 0-1, by
+        how much a hit on an unproven block counts less, because the group owes.
+        """
+        self._gain *= math.exp(accesses / self._memory)
+        for miniature in self._miniatures:
+            unproven, proven = miniature.serve(keys, t)
+            miniature.value += self._gain * ((1 - discount) * unproven + proven)
+            miniature.served += self._gain * (unproven + proven)
+        self._decide()
+        if self._gain > 1e100:
+            for miniature in self._miniatures:
+                miniature.value /= self._gain
+                miniature.served /= self._gain
+            self._gain = 1.0
+
+    def _decide(self) -> None:
+        """Debts are called in where that is of more value; then the share that serves most counts.
+
+        What is followed already goes on while nothing is better.
+        """
+        best = {True: 0.0, False: 0.0}
+        for miniature in self._miniatures:
+            calls = miniature.order.rule.calls_in_debts
+            best[calls] = max(best[calls], miniature.value)
+        calls = self.rule.calls_in_debts
+        if best[not calls] > best[calls]:
+            calls = not calls
+        rivals = [one for one in self._miniatures if one.order.rule.calls_in_debts == calls]
+        most = max(rivals, key=lambda one: one.served)
+        if self._best not in rivals or most.served > self._best.served:
+            self._best = most
