@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from prefixshield.config import PAPER_CONTRACTS
 from prefixshield.core.ledger import Contract
 from prefixshield.errors import PrefixShieldError
+from prefixshield.evaluation.run import SHIELD_DEFAULT
 from prefixshield.policies import POLICIES
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.traces import Workload, pollution
@@ -45,6 +46,7 @@ VICTIM_BOUND = f"{Clairvoyant.name}-victim"
 _ALL = tuple(POLICIES)
 _PAPERS = ("lru", "s3fifo", "static-quota", "shield")
 _BASELINES = ("lru", "s3fifo", "never-hit-first", "shield")
+_PRESETS = ("lru", "s3fifo", "shield", SHIELD_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,16 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             ),
         },
         ("virtual",),
+    ),
+    "preset": Experiment(
+        "Not in the paper: the default preset against LRU and the paper's preset",
+        {
+            "one-touch": Variant(_one_touch(pollution.HOT_PREFIXES), _PRESETS),
+            "low-and-slow": Variant(_low_and_slow, _PRESETS),
+            "two-pass replay": Variant(_two_pass_replay, _PRESETS),
+            "ShareGPT-like": Variant(_conversations(burst=False), _PRESETS),
+        },
+        real_policies=("lru", "shield", SHIELD_DEFAULT),
     ),
 }
 

@@ -10,6 +10,12 @@ from prefixshield.config import PAPER_CONTRACTS, Config, ContractSection, GroupS
 from prefixshield.traces.reader import TraceRequest
 from prefixshield.traces.workload import Workload
 
+#: The default preset beside the paper's: a policy's name in an experiment.
+SHIELD_DEFAULT = "shield-default"
+
+#: Policy and preset behind a name that is no policy's own; all others run under the paper's preset.
+NAMED_PRESETS: Mapping[str, tuple[str, str]] = {SHIELD_DEFAULT: ("shield", "default")}
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -57,7 +63,7 @@ def workload_config(
     policy: str,
     speed: float = 1.0,
 ) -> Config:
-    """The paper's preset and contracts for a workload; its first group is the default group.
+    """A policy as an experiment names it, the paper's contracts; the first group is the default.
 
     ``speed``: how many times faster than its timestamps say the trace is played; refill rates
     rise with it, so that creation stays in proportion to entitlement.
@@ -67,8 +73,9 @@ def workload_config(
         for name, terms in PAPER_CONTRACTS.items()
     }
     groups = {name: GroupSection(contract=contract) for name, contract in workload.groups.items()}
+    policy, preset = NAMED_PRESETS.get(policy, (policy, "paper"))
     config = Config(
-        preset="paper",
+        preset=preset,
         contracts=scaled,
         groups=groups,
         default_group=next(iter(workload.groups)),

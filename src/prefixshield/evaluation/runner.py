@@ -27,7 +27,7 @@ from prefixshield.evaluation.experiments import (
 from prefixshield.evaluation.overhead import run_overhead
 from prefixshield.evaluation.profiles import PROFILES, CostModel
 from prefixshield.evaluation.results import KEYS, ResultsFolder, Row, provenance, summarise
-from prefixshield.evaluation.run import Run, workload_config
+from prefixshield.evaluation.run import NAMED_PRESETS, Run, workload_config
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.traces import Workload
 from prefixshield.traces.pollution import DEFAULT_SHAPE, VICTIM, Load
@@ -209,6 +209,9 @@ def _describe(name: str, engine: str, seeds: range, machine: dict[str, Any]) -> 
         "shape": asdict(DEFAULT_SHAPE),
         "variants": variants,
     }
+    for policy, (_, preset) in NAMED_PRESETS.items():
+        if any(policy in variant.policies for variant in experiment.variants.values()):
+            description.setdefault("presets", {})[policy] = preset
     if engine == "virtual":
         used = dict.fromkeys(variant.profile for variant in experiment.variants.values())
         description["profiles"] = {profile: asdict(PROFILES[profile]) for profile in used}

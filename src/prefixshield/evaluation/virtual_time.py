@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from prefixshield.policies.adaptive import AdaptiveShield
 from prefixshield.policies.shield import Shield
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.scheduler import ShieldScheduler, build_scheduler
@@ -109,7 +110,7 @@ class _Engine:
             mean_debt_blocks={
                 group: self._debt_seconds[group] / window_s
                 for group in self._workload.groups
-                if window_s and isinstance(self._driver.policy, Shield)
+                if window_s and isinstance(self._driver.policy, Shield | AdaptiveShield)
             },
             preemptions=self._preemptions,
             duration_s=(self._now_ms - requests[0].timestamp_ms) / 1000,
@@ -137,7 +138,7 @@ class _Engine:
         end_ms = self._now_ms + ms
         begin, end = self._window_ms
         policy = self._driver.policy
-        if isinstance(policy, Shield):
+        if isinstance(policy, Shield | AdaptiveShield):
             at, until = max(begin, self._now_ms), min(end, end_ms)
             while at < until:  # debts fall with time, so a long wait is taken in pieces
                 piece = min(_DEBT_SAMPLE_MS, until - at)
