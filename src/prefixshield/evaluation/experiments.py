@@ -43,6 +43,9 @@ BEST_EFFORT = Contract(
 VICTIM_BOUND = f"{Clairvoyant.name}-victim"
 
 
+#: Conversations in a benign run: about 370 requests.
+CONVERSATIONS = 120
+
 _ALL = tuple(POLICIES)
 _PAPERS = ("lru", "s3fifo", "static-quota", "shield")
 _BASELINES = ("lru", "s3fifo", "never-hit-first", "shield")
@@ -120,7 +123,9 @@ def _borrowing(seed: int, load: Load, block_size: int) -> Workload:
     return pollution.borrowing(seed, load, block_size=block_size)
 
 
-def _conversations(*, burst: bool) -> Callable[[int, Load, int], Workload]:
+def _conversations(
+    *, burst: bool = False, count: int = CONVERSATIONS
+) -> Callable[[int, Load, int], Workload]:
     """Conversations fitted to ShareGPT, of two groups on the same contract.
 
     Rate, think time and the length of generated answers are not in the paper: chosen so that LRU
@@ -131,7 +136,7 @@ def _conversations(*, burst: bool) -> Callable[[int, Load, int], Workload]:
         scale = block_size // 16
         workload = conversations(
             seed,
-            sharegpt_like(seed, CONVERSATIONS, max_tokens=1900),
+            sharegpt_like(seed, count, max_tokens=1900),
             {"chat-a": "standard", "chat-b": "standard"},
             rate=0.2 * load.base_rate,
             think_s=2.0,
@@ -230,9 +235,6 @@ def _late(make: Callable[[int, Load, int], Workload]) -> Callable[[int, Load, in
 #: Milliseconds of the trace's time, as a client and a server that share two cores are late.
 LATE_MS = 100.0
 
-#: Conversations in a benign run: about 370 requests.
-CONVERSATIONS = 120
-
 #: Every experiment by its name.
 EXPERIMENTS: Mapping[str, Experiment] = {
     "table1": Experiment("Table I: protection of the victim under three attacks", _attacks()),
@@ -303,7 +305,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             "one-touch": Variant(_one_touch(pollution.HOT_PREFIXES), _PRESETS),
             "low-and-slow": Variant(_low_and_slow, _PRESETS),
             "two-pass replay": Variant(_two_pass_replay, _PRESETS),
-            "ShareGPT-like": Variant(_conversations(burst=False), _PRESETS),
+            "benign, 80 conversations": Variant(_conversations(count=80), _PRESETS),
         },
         real_policies=("lru", "shield", SHIELD_DEFAULT),
     ),
