@@ -183,3 +183,70 @@ class NaiveS3Fifo:
         for queue in (self.small, self.main):
             if block in queue:
                 queue.remove(block)
+
+
+class NaiveOrder:
+    """The default preset's order of reclamation with lists; debts are given, not kept."""
+
+    def __init__(self, capacity, scale=1):
+        """scale: victims that one block of debt pays for."""
+        self.capacity, self.scale = capacity, Fraction(scale)
+        self.group, self.retention, self.chances = {}, {}, {}  # of every cached block
+        self.waiting = []  # candidates, the one released first in front
+        self.early = capacity // 10  # unproven ones to take before it is first full
+
+    def admit(self, block, group, proven):
+        if not proven and self.early is not None:
+            self.early -= 1
+            proven = self.early < 0
+        self.group[block], self.chances[block] = group, 0
+        self.retention[block] = NORMAL if proven else PROBATIONARY
+
+    def reuse(self, block, promote):
+        self.chances[block] = min(3, self.chances[block] + 1)
+        self.retention[block] = max(self.retention[block], REUSE if promote else NORMAL)
+
+    def drop(self, block):
+        del self.group[block], self.retention[block], self.chances[block]
+
+    def take(self, count, share, debts=None, weights=None):
+        """debts: what every group with an account owes, normalised; None: they are not called in."""
+        if count:
+            self.early = None
+        p = dict(debts or {})
+        floor = sum(p.values()) / len(p) if p else 0
+        victims = []
+        for _ in range(count):
+            owing = [b for b in self.waiting if p.get(self.group[b], 0) > floor + 1e-6]
+            if owing:
+                most = max(p[self.group[b]] for b in owing)
+                tied = [b for b in owing if p[self.group[b]] > most - 1e-6]
+                payer = self.group[min(tied, key=lambda b: self.retention[b])]
+                p[payer] -= 1 / (weights[payer] * self.scale)
+                victim = self.next([b for b in self.waiting if self.group[b] == payer], share, True)
+            else:
+                victim = self.next(list(self.waiting), share, False)
+            victims.append((victim, self.retention[victim]))
+            self.waiting.remove(victim)
+            self.drop(victim)
+        return victims
+
+    def next(self, choices, share, of_a_debtor):
+        while True:
+            unproven = [b for b in choices if self.retention[b] == PROBATIONARY]
+            proven = [b for b in choices if self.retention[b] != PROBATIONARY]
+            if of_a_debtor:  # what was promoted goes last
+                proven.sort(key=lambda b: self.retention[b])
+            over = sum(r != PROBATIONARY for r in self.retention.values()) > share * self.capacity
+            if not (unproven and proven):
+                victim = (unproven or proven)[0]
+            elif not share:
+                victim = min(unproven[0], proven[0], key=choices.index)
+            else:
+                victim = proven[0] if over else unproven[0]
+            if not share or not self.retention[victim] or not self.chances[victim]:
+                return victim
+            self.chances[victim] -= 1
+            for order in (choices, self.waiting):
+                order.remove(victim)
+                order.append(victim)

@@ -1,0 +1,86 @@
+"""Chains against reachability read aloud: blocks come, go and double in any order."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from prefixshield.core.chains import Chains
+
+
+def predecessor(key):
+    """Keys are paths, as strings; those of length 1 are first blocks."""
+    return key[:-1] or None
+
+
+class Life(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.chains = Chains()
+        self.key = {}  # block → key
+        self.names = 0
+
+    def orphans(self):
+        cached = set(self.key.values())
+        return {
+            block
+            for block, key in self.key.items()
+            if any(key[:length] not in cached for length in range(1, len(key)))
+        }
+
+    @rule(key=st.text("01", min_size=1, max_size=5))
+    def add(self, key):
+        before = self.orphans()
+        self.names += 1
+        self.key[self.names] = key
+        back = self.chains.add(self.names, key, predecessor(key))
+        assert len(back) == len(set(back))
+        assert set(back) == before - self.orphans()
+
+    @precondition(lambda self: self.key)
+    @rule(which=st.integers(0, 999))
+    def remove(self, which):
+        before = self.orphans()
+        block = sorted(self.key)[which % len(self.key)]
+        del self.key[block]
+        lost = self.chains.remove(block)
+        assert len(lost) == len(set(lost))
+        assert set(lost) == self.orphans() - before
+
+    @precondition(lambda self: len(self.key) > 8)
+    @rule()
+    def clear(self):
+        self.chains.clear()
+        self.key.clear()
+
+    @invariant()
+    def agree(self):
+        found = {block for block in range(self.names + 1) if self.chains.is_orphan(block)}
+        assert found == self.orphans()
+
+    def teardown(self):
+        for block in list(self.key):
+            self.chains.remove(block)
+        left = self.chains
+        assert not (left._key or left._copies or left._parent or left._children)
+        assert not left._unreachable
+
+
+TestChains = Life.TestCase
+TestChains.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_a_block_without_a_chain_is_no_orphan_and_orphans_nothing():
+    chains = Chains()
+    assert chains.add(1, "window", None) == []
+    assert chains.add(2, "later", None) == []
+    assert chains.remove(1) == []
+    assert not chains.is_orphan(2)
+
+
+def test_a_copy_keeps_what_follows_reachable():
+    chains = Chains()
+    for block, key, parent in ((1, "a", None), (2, "a", None), (3, "ab", "a"), (4, "abc", "ab")):
+        chains.add(block, key, parent)
+    assert chains.remove(1) == []
+    assert set(chains.remove(2)) == {3, 4}
+    assert set(chains.add(5, "a", None)) == {3, 4}

@@ -1,0 +1,190 @@
+"""The default preset's order against the rule read aloud, in any order of calls."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from naive import NaiveOrder
+
+from prefixshield.core.ledger import Contract, Ledger
+from prefixshield.core.order import Order, Rule
+from prefixshield.core.retention import RetentionClass
+
+GROUPS = ("a", "b", "c")
+CONTRACTS = {"gold": Contract(8.0, 6.0), "base": Contract(1.0, 2.0), "poor": Contract(0.5, 0.0)}
+P, N, R = RetentionClass
+
+
+class Life(RuleBasedStateMachine):
+    """Blocks are cached, hit, released, held, lost and taken; debts come and go."""
+
+    capacity = 12
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.ledger = Ledger(CONTRACTS)
+        self.order = Order(self.capacity, self.ledger, Rule(0.9, True), self.scale)
+        self.naive = NaiveOrder(self.capacity, self.scale)
+        self.held = []
+        self.names = 0
+
+    @rule(group=st.sampled_from(GROUPS), count=st.integers(1, 5), proven=st.booleans())
+    def cache(self, group, count, proven):
+        excess = len(self.naive.group) + count - self.capacity
+        if excess > 0:
+            self.take(min(excess, len(self.naive.waiting)))
+        for _ in range(min(count, self.capacity - len(self.naive.group))):
+            self.names += 1
+            self.order.admit(self.names, group, proven=proven)
+            self.naive.admit(self.names, group, proven)
+            self.held.append(self.names)
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 99), promote=st.booleans())
+    def reuse(self, which, promote):
+        block = self.held[which % len(self.held)]
+        before = self.naive.retention[block]
+        self.naive.reuse(block, promote)
+        promoted = self.order.reuse(block, promote=promote)
+        assert promoted == (self.naive.retention[block] == R != before)
+
+    @precondition(lambda self: self.held)
+    @rule(first=st.integers(0, 99), count=st.integers(1, 9))
+    def release(self, first, count):
+        first %= len(self.held)
+        blocks = self.held[first : first + count]
+        del self.held[first : first + count]
+        self.order.append(blocks)
+        self.naive.waiting += blocks
+
+    @precondition(lambda self: self.naive.waiting)
+    @rule(which=st.integers(0, 99), lose=st.booleans())
+    def hold(self, which, lose):
+        block = self.naive.waiting.pop(which % len(self.naive.waiting))
+        self.order.remove(block)
+        if lose:
+            self.order.drop(block)
+            self.naive.drop(block)
+        else:
+            self.held.append(block)
+
+    @rule(
+        group=st.sampled_from(GROUPS),
+        contract=st.sampled_from(sorted(CONTRACTS)),
+        blocks=st.integers(1, 20),
+    )
+    def charge(self, group, contract, blocks):
+        self.ledger.charge(self.ledger.account(group, contract), blocks, self.now)
+        self.order.charged(group, self.now)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
+    def wait(self, seconds):
+        self.now = self.ledger.now(self.now + seconds)
+
+    @rule(share=st.sampled_from([0.9, 0.5, 0.25, 0.0]), calls=st.booleans())
+    def follow(self, share, calls):
+        self.order.rule = Rule(share, calls)
+
+    @precondition(lambda self: self.naive.waiting)
+    @rule(count=st.integers(0, 6))
+    def evict(self, count):
+        self.take(min(count, len(self.naive.waiting)))
+
+    def take(self, count):
+        share, calls = self.order.rule
+        known = {group for group, _ in self.ledger._accounts}
+        debts = {group: self.ledger.normalised_debt(group, self.now) for group in known}
+        weights = {group: self.ledger.heaviest_debt_weight(group, self.now) for group in known}
+        expected = self.naive.take(count, share, debts if calls else None, weights)
+        assert self.order.take(count, self.now) == expected
+
+    @invariant()
+    def agree(self):
+        self.order.check()
+        assert len(self.order) == len(self.naive.waiting)
+        assert self.order.candidates() == set(self.naive.waiting)
+        for block, retention in self.naive.retention.items():
+            assert self.order.retention(block) == retention
+        assert sum(block in self.order for block in range(self.names + 1)) == len(self.naive.group)
+        assert len(self.order._debtors._heap) <= 2 * len(GROUPS) + 17
+
+
+@pytest.mark.parametrize(("capacity", "scale"), [(1, 1.0), (4, 1.0), (12, 1.0), (12, 0.5)])
+def test_victims_are_those_of_the_rule_read_aloud(capacity, scale):
+    machine = type("Machine", (Life,), {"capacity": capacity, "scale": scale})
+    case = machine.TestCase
+    case.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+    case().runTest()
+
+
+def order_of(capacity, rule, *blocks):
+    """An order with (block, group, class) as candidates, in native order; and its ledger."""
+    ledger = Ledger(CONTRACTS)
+    order = Order(capacity, ledger, rule)
+    order._was_full = True
+    for block, group, retention in blocks:
+        order.admit(block, group, proven=retention is not P)
+        if retention is R:
+            order.reuse(block, promote=True)
+            order._chances.clear()
+    order.append([block for block, _, _ in blocks])
+    return order, ledger
+
+
+def owe(order, ledger, **blocks):
+    for group, count in blocks.items():
+        account = ledger.account(group, "base")
+        ledger.charge(account, count + 2, 0.0)  # the burst of 2 first
+        order.charged(group, 0.0)
+
+
+def names(victims):
+    return "".join(block for block, _ in victims)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.0, "uvwxyz"),  # native order
+        (0.9, "uwyvxz"),  # 3 of 6 proven: below 5.4, so the unproven ones first
+        (0.5, "uwyvxz"),
+        (0.4, "vuwyxz"),  # 3 > 2.4: a proven one, then 2 are within their share
+        (0.1, "vxzuwy"),  # even one proven block is more than 0.6
+    ],
+)
+def test_the_share_decides_which_segment_loses(share, expected):
+    blocks = [("u", "a", P), ("v", "b", N), ("w", "a", P), ("x", "c", R), ("y", "b", P)]
+    order, _ = order_of(6, Rule(share, False), *blocks, ("z", "a", N))
+    assert names(order.take(6, 0.0)) == expected
+
+
+def test_a_proven_block_leaves_after_as_many_chances_as_it_was_hit():
+    order, _ = order_of(4, Rule(0.5, False), ("x", "a", N), ("y", "a", N), ("z", "a", N))
+    order.remove("x")
+    for _ in range(2):
+        order.reuse("x", promote=False)
+    order.append(["x"])
+    order.remove("y")
+    order.append(["y"])
+    assert names(order.take(3, 0.0)) == "zyx"
+
+
+def test_debts_above_the_mean_are_paid_first_by_the_largest():
+    blocks = [(f"{group}{i}", group, P) for i in range(6) for group in "abc"]
+    order, ledger = order_of(18, Rule(0.9, True), *blocks)
+    # Contract base weighs 2: it owes 4, 5.5 and 1 normalised, the mean is 3.5, a block pays 0.5.
+    owe(order, ledger, a=8.0, b=11.0, c=2.0)
+    paid = "".join(group for (group, _), _ in order.take(9, 0.0))
+    assert paid == "bbb" + "ab" + "caca"  # down to a's 4; both to the mean; native order
+
+
+def test_of_its_own_a_debtor_loses_what_was_not_promoted_first():
+    blocks = [("p", "b", R), ("q", "a", R), ("r", "a", N), ("s", "a", R), ("t", "a", N)]
+    order, ledger = order_of(5, Rule(0.9, True), *blocks)
+    owe(order, ledger, a=50.0, b=1.0)
+    assert names(order.take(4, 0.0)) == "rtqs"
+    order, ledger = order_of(5, Rule(0.9, False), *blocks)
+    owe(order, ledger, a=50.0, b=1.0)
+    assert names(order.take(4, 0.0)) == "pqrs", "nobody is called upon"
