@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from prefixshield.core.ledger import EPSILON
+from prefixshield.policies.adaptive import AdaptiveShield
 from prefixshield.policies.shield import Shield
 
 
@@ -42,3 +43,25 @@ def assert_bounded(policy: Shield, groups: Sequence[str], contracts: Sequence[st
     assert len(policy.ledger._accounts) <= len(groups) * len(contracts)
     assert len(policy._debtors._heap) <= 2 * len(groups) + 17
     assert sum(map(len, policy._queues._heads)) <= 3 * len(groups)
+
+
+def assert_default_bounded(
+    policy: AdaptiveShield, groups: Sequence[str], contracts: Sequence[str]
+) -> None:
+    """I6 for the default preset: blocks, ghosts, accounts and heaps, of the pool and the trial."""
+    accounts = len(groups) * len(contracts)
+    assert len(policy.ledger._accounts) <= accounts
+    assert len(policy.ledger._owing) <= accounts
+    blocks = policy.capacity_blocks
+    assert len(policy._origin) <= blocks
+    assert len(policy._taken) <= blocks
+    assert len(policy._chains._parent) <= blocks
+    assert len(policy._chains._children) <= blocks
+    miniatures = policy.trial._miniatures
+    for ghosts in (policy.ghosts, *(one.ghosts for one in miniatures)):
+        assert len(ghosts) <= max(1, blocks)
+        assert len(ghosts._groups) <= len(groups)
+    for order in (policy.order, *(one.order for one in miniatures)):
+        assert len(order._queue) <= blocks
+        assert len(order._debtors._heap) <= 2 * len(groups) + 17
+        assert sum(map(len, order._queues._heads)) <= 3 * len(groups)

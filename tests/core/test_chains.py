@@ -61,7 +61,7 @@ class Life(RuleBasedStateMachine):
         for block in list(self.key):
             self.chains.remove(block)
         left = self.chains
-        assert not (left._key or left._copies or left._parent or left._children)
+        assert not any((left._key, left._copies, left._parent, left._children))
         assert not left._unreachable
 
 

@@ -1,0 +1,313 @@
+"""The default preset on the simulated pool: every choice, class and promotion read aloud."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from invariants import assert_default_bounded
+from naive import REUSE, NaiveOrder
+
+from prefixshield.core.ghosts import Ghosts
+from prefixshield.core.ledger import EPSILON, Contract
+from prefixshield.core.order import Rule
+from prefixshield.core.retention import RetentionClass
+from prefixshield.policies import PolicySetup, build_policy
+from prefixshield.policies.adaptive import AdaptiveShield
+from prefixshield.policies.base import Access
+from prefixshield.sim.pool import SimBlockPool
+
+GROUPS = ("a", "b", "c")
+CONTRACTS = {"gold": Contract(8.0, 6.0), "base": Contract(1.0, 2.0), "poor": Contract(0.3, 0.0)}
+
+
+def build(capacity):
+    policy = build_policy("shield", PolicySetup(capacity, CONTRACTS, GROUPS))
+    assert isinstance(policy, AdaptiveShield)
+    return policy
+
+
+class Life(RuleBasedStateMachine):
+    """Requests overlap, come back, hold shared blocks, double some, and go in any order."""
+
+    capacity = 12
+
+    def __init__(self):
+        super().__init__()
+        self.policy = build(self.capacity)
+        self.pool = SimBlockPool(self.policy)
+        self.ledger = self.policy.ledger
+        self.now = 0.0
+        self.running = []  # (access, blocks)
+        self.names = 0
+        self.naive = NaiveOrder(self.capacity)
+        self.ghosts = Ghosts(self.capacity)
+        self.made = {}  # cached block → (access of its maker, hash)
+        self.orphans = set()
+        self.charged = {}
+
+    # -- what the policy must do, by scanning ------------------------------------------------
+
+    def candidates(self):
+        return {block for block in self.made if not self.pool._references[block]}
+
+    def unreachable(self):
+        cached = {(access.group, block_hash) for access, block_hash in self.made.values()}
+        return {
+            block
+            for block, (access, (prefix, place)) in self.made.items()
+            if any((access.group, (prefix, i)) not in cached for i in range(place))
+        }
+
+    def settle(self):
+        """Candidates become orphans, or come back: in no order that matters, to the end."""
+        orphans = self.unreachable() & self.candidates()
+        self.naive.waiting = [b for b in self.naive.waiting if b not in orphans]
+        queues = self.policy.order._queues
+        place = {b: queue.blocks[b] for b, queue in queues.check().items()}
+        back = self.orphans & self.candidates() - orphans
+        self.naive.waiting += sorted(back, key=place.__getitem__)
+        self.orphans = orphans
+
+    def check_hit(self, hits, access, promoted):
+        t = self.ledger.now(access.time)
+        owes = self.ledger.raw_debt(access.group, t) > EPSILON
+        earned = []
+        for block in hits:
+            maker, _ = self.made[block]
+            if maker.request_id == access.request_id:
+                continue
+            same = maker[:2] == access[:2] and maker.prefix_id == access.prefix_id
+            before = self.naive.retention[block]
+            self.naive.reuse(block, same and not owes)
+            if self.naive.retention[block] == REUSE != before:
+                earned.append(block)
+        assert promoted == earned
+        assert not (owes and promoted)  # I2
+
+    def check_victims(self, count, access, victims):
+        orphans = self.orphans
+        first, rest = victims[: len(orphans)], victims[len(orphans) :]
+        assert set(first) <= orphans, "no other candidate while an orphan is left"
+        assert len(victims) == len(set(victims)) == count  # I4: all candidates
+        lost = [(block, self.naive.retention[block]) for block in first]
+        for block in first:
+            self.naive.drop(block)
+        share, calls = self.policy.order.rule
+        t = self.ledger.time
+        debts = {group: self.ledger.normalised_debt(group, t) for group in self.ledger._of_group}
+        weights = {group: self.ledger.heaviest_debt_weight(group, t) for group in debts}
+        expected = self.naive.take(len(rest), share, debts if calls else None, weights)
+        assert rest == [block for block, _ in expected]
+        for block, retention in lost + expected:
+            assert self.policy.retention_class(block) == retention, "what the log will say"
+            if retention == RetentionClass.PROBATIONARY:
+                maker, block_hash = self.made[block]
+                self.ghosts.remember(maker.group, block_hash, maker.request_id)
+            del self.made[block]
+        self.settle()
+
+    # -- traffic -----------------------------------------------------------------------------
+
+    @rule(
+        prefix=st.integers(0, 2),
+        length=st.integers(1, 9),
+        last_may_hit=st.booleans(),
+        group=st.sampled_from(GROUPS),
+        contract=st.sampled_from(sorted(CONTRACTS)),
+        prefix_id=st.sampled_from([None, None, "p"]),
+        again=st.sampled_from([0, 0, 0, 1]),
+    )
+    def start(self, prefix, length, last_may_hit, group, contract, prefix_id, again):
+        self.names += 1 - again
+        access = Access(group, contract, self.names, self.now, prefix_id)
+        hashes = [(prefix, i) for i in range(length)]
+        hits = self.pool.lookup(group, hashes[: length - 1 + last_may_hit])
+        assert all(self.made[block][0].group == group for block in hits)  # I7
+        self.pool.hold(hits)
+        self.naive.waiting = [b for b in self.naive.waiting if b not in hits]
+        self.check_hit(hits, access, self.policy.hit(hits, access))
+        need = length - len(hits)
+        if need > self.pool.available_blocks(group):
+            self.give_back(hits)
+            return
+        free = len(self.pool._free)
+        blocks, evicted = self.pool.allocate(need, access)
+        assert len(set(blocks + hits)) == length, "a held block was handed out"  # I4
+        self.check_victims(max(0, need - free), access, [block for block, _ in evicted])
+        self.cache(blocks, hashes[len(hits) :], access, hashes[len(hits) - 1] if hits else None)
+        self.running.append((access, hits + blocks))
+
+    def cache(self, blocks, hashes, access, after):
+        account = self.ledger.account(access.group, access.contract)
+        before = account.balance(self.ledger.now(access.time))
+        self.pool.cache(blocks, access.group, hashes, access, after)
+        charged = before - account.balance(self.ledger.time)
+        assert charged == pytest.approx(len(blocks), abs=1e-6)  # I1
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block in self.made:  # its content was lost while it was held
+                del self.made[block]
+                self.naive.drop(block)
+            maker = self.ghosts.recall(access.group, block_hash)
+            self.naive.admit(block, access.group, maker not in (None, access.request_id))
+            self.made[block] = access, block_hash
+        self.settle()
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99))
+    def finish(self, which):
+        self.give_back(self.running.pop(which % len(self.running))[1])
+
+    def give_back(self, blocks):
+        blocks = blocks[::-1]
+        self.pool.release(blocks)
+        idle = [b for b in blocks if not self.pool._references[b] and self.pool._content[b]]
+        unreachable = self.unreachable()
+        self.naive.waiting += [block for block in idle if block not in unreachable]
+        self.orphans |= {block for block in idle if block in unreachable}
+
+    @precondition(lambda self: self.candidates())
+    @rule(which=st.integers(0, 99))
+    def invalidate(self, which):
+        block = sorted(self.candidates())[which % len(self.candidates())]
+        self.pool.invalidate(block)
+        self.naive.waiting = [b for b in self.naive.waiting if b != block]
+        self.orphans.discard(block)
+        self.naive.drop(block)
+        del self.made[block]
+        self.settle()
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 30.0, -1.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def reset(self):
+        self.pool.reset()
+        self.naive = NaiveOrder(self.capacity)
+        self.made, self.orphans = {}, set()
+
+    @invariant()
+    def sound(self):
+        self.pool.check()
+        assert_default_bounded(self.policy, GROUPS, list(CONTRACTS))
+        assert self.policy.candidate_count == len(self.candidates())
+        assert self.policy._orphans.keys() == self.orphans
+        for block, retention in self.naive.retention.items():
+            assert self.policy.retention_class(block) == retention
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 8, 12])
+def test_it_does_what_it_says(capacity):
+    machine = type("Machine", (Life,), {"capacity": capacity})
+    case = machine.TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    case().runTest()
+
+
+def two_alike(debts, rule, *, promoted=False):
+    """Groups a and b with 6 blocks each, released in turns, a first; the debts in blocks."""
+    policy = build(200)  # far from full: all blocks are unproven
+    for block in range(6):
+        for group, offset in (("a", 0), ("b", 6)):
+            policy.materialise([block + offset], [block], Access(group, "gold", "maker", 0.0))
+    if promoted:
+        for group, offset in (("a", 0), ("b", 6)):
+            blocks = range(offset, offset + 6)
+            assert len(policy.hit(blocks, Access(group, "gold", "other", 0.0))) == 6
+    for group, owed in debts.items():
+        policy.ledger.charge(policy.ledger.account(group, "base"), owed + 2, 0.0)
+        policy.order.charged(group, 0.0)
+    for block in range(6):
+        policy.release([block, block + 6])
+    policy.order.rule = rule
+    return policy
+
+
+rules = st.sampled_from([0.0, 0.5, 0.9])
+
+
+@given(rules, st.booleans(), st.integers(0, 50), st.integers(7, 50), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_of_two_groups_alike_the_one_that_owes_more_pays_first(share, promoted, owed, more, count):
+    """I5, while debts are called in: down to the mean of both, a block of the contract each."""
+    for a, b, first in ((owed, owed + more, "b"), (owed + more, owed, "a")):
+        policy = two_alike({"a": a, "b": b}, Rule(share, True), promoted=promoted)
+        victims = policy.evict(count, Access("c", "base", 99, 0.0))
+        pays = min(count, more // 2 + more % 2)
+        assert all((block >= 6) == (first == "b") for block in victims[:pays])
+        policy.check()
+
+
+@given(
+    rules,
+    st.booleans(),
+    st.dictionaries(st.sampled_from(GROUPS), st.integers(0, 90)),
+    st.integers(1, 12),
+)
+@settings(max_examples=40, deadline=None)
+def test_where_debts_are_not_called_in_they_decide_nothing(share, promoted, debts, count):
+    """What I5 comes to then: two groups alike lose alike, in native order, whatever they owe."""
+    policy = two_alike(debts, Rule(share, False), promoted=promoted)
+    victims = policy.evict(count, Access("c", "base", 99, 0.0))
+    assert victims == [block + offset for block in range(6) for offset in (0, 6)][:count]
+
+
+def test_a_group_below_the_mean_is_not_called_upon():
+    """One that owes a lot and has nothing left to lose pays for nobody, and lifts the mean."""
+    policy = two_alike({"a": 5, "b": 9, "c": 100}, Rule(0.9, True))
+    assert policy.evict(3, Access("c", "base", 99, 0.0)) == [0, 6, 1]
+
+
+def test_a_lone_debtor_fills_the_pool_and_is_never_refused():
+    """I3."""
+    policy = build(12)
+    pool = SimBlockPool(policy)
+    for number in range(20):
+        access = Access("a", "poor", number, 0.0)
+        length = 12 if number == 19 else 5
+        assert pool.available_blocks("a") == 12
+        blocks, _ = pool.allocate(length, access)
+        pool.cache(blocks, "a", [(number, i) for i in range(length)], access)
+        pool.release(blocks[::-1])
+        pool.check()
+    assert all(content is not None and content.owner == "a" for content in pool._content)
+
+
+def test_a_debtors_unproven_block_that_is_hit_is_proven_and_not_promoted():
+    policy = build(200)
+    policy.materialise([0, 1], ["x", "y"], Access("a", "poor", "first", 0.0))
+    assert policy.hit([0], Access("a", "poor", "second", 0.0)) == []
+    classes = [policy.retention_class(block) for block in (0, 1)]
+    assert classes == [RetentionClass.NORMAL, RetentionClass.PROBATIONARY]
+    assert policy.hit([0], Access("a", "poor", "third", 1e3)) == [0], "the debt has cleared"
+
+
+def test_a_group_proves_nothing_for_another_one():
+    """I7: neither hits nor ghosts nor predecessors cross groups, whatever the hashes."""
+    policy = build(3)
+    pool = SimBlockPool(policy)
+
+    def serve(group, hashes, name):
+        access = Access(group, "gold", name, 0.0)
+        hits = pool.lookup(group, hashes)
+        pool.hold(hits)
+        policy.hit(hits, access)
+        blocks, _ = pool.allocate(len(hashes) - len(hits), access)
+        after = hashes[len(hits) - 1] if hits else None
+        pool.cache(blocks, group, hashes[len(hits) :], access, after)
+        classes = [policy.retention_class(block) for block in blocks]
+        pool.release([*hits, *blocks][::-1])
+        pool.check()
+        return len(hits), classes
+
+    policy.order._was_full = True
+    low, normal = RetentionClass.PROBATIONARY, RetentionClass.NORMAL
+    assert serve("a", ["x", "y", "z"], 1) == (0, [low] * 3)
+    assert serve("b", ["x", "y", "z"], 2) == (0, [low] * 3)
+    assert serve("c", ["x", "y", "z"], 3) == (0, [low] * 3)
+    assert serve("c", ["x", "y", "z"], 4) == (3, [])
+    assert policy.ghosts.size("a") + policy.ghosts.size("b") > 0
+    assert serve("b", ["x"], 5)[0] == 0
+    assert policy.ghosts.size("a") <= 2
+    assert normal not in serve("a", ["q"], 6)[1]
