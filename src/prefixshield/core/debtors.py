@@ -103,14 +103,10 @@ class Collection:
     def next(self, count: int) -> tuple[str, int] | None:
         """Who pays next, and for how many of ``count`` victims it does so alone.
 
-        None: nobody owes, or ``count`` is 0. The payer must have lost that many victims, or all it
-        has, before the next call.
+        None: nobody owes, or ``count`` is 0. ``paid`` must be called before the next call.
         """
         if not count:
             return None
-        if self._paying is not None:
-            self._rank(*self._paying)
-            self._paying = None
         while self._rival and not (
             self._heap and round(self._rival[1] / EPSILON) < -self._heap[0][0]
         ):
@@ -132,8 +128,15 @@ class Collection:
         )
         others = max(others, self._floor - EPSILON)
         alone = min(count, max(1, math.ceil((p - others - 2 * EPSILON) / step)))
-        self._paying = (group, p - alone * step, step)
+        self._paying = (group, p, step)
         return group, alone
+
+    def paid(self, victims: int) -> None:
+        """The group named last has lost so many; with 0 it is the next to pay as before."""
+        assert self._paying is not None, "nobody was named"
+        group, p, step = self._paying
+        self._paying = None
+        self._rank(group, p - victims * step, step)
 
     def close(self) -> None:
         """The batch is over: whoever paid is a debtor as before."""

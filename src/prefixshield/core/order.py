@@ -8,7 +8,7 @@ decided by the proven share; whose block of it, by the debts that are called in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Generic, NamedTuple
 
 from prefixshield.core.debtors import Collection, Debtors
@@ -23,6 +23,11 @@ MAX_CHANCES = 3
 FIRST_SHARE = 0.9
 
 
+#: A block is about as old as another if it was released at most this share of the pool's blocks
+#: later. Of two such blocks, that of the group that owes more goes first, called in or not.
+AS_OLD = 0.03
+
+
 class Rule(NamedTuple):
     """How victims are chosen."""
 
@@ -30,7 +35,8 @@ class Rule(NamedTuple):
     """Share of the pool that proven blocks may have before one of them goes first; 0: all blocks
     are in native order, proven or not."""
     calls_in_debts: bool
-    """Whether groups that owe more than the average group lose blocks before anybody else."""
+    """Whether groups that owe more than the average group lose blocks before anybody else, or only
+    before others who would lose one that is about as old."""
 
 
 class Order(Generic[B]):
@@ -133,45 +139,76 @@ class Order(Generic[B]):
         """The next ``count`` victims and their classes; they are cached no more."""
         self._was_full |= count > 0
         victims: list[tuple[B, RetentionClass]] = []
-        if self.rule.calls_in_debts:
-            debts = Collection(
-                self._debtors,
-                self._queues.offer,
-                self._ledger,
-                t,
-                floor=self._ledger.mean_debt(t),
-                victims_per_block=self._victims_per_block,
-            )
-            while payer := debts.next(count - len(victims)):
-                victims += self._next(payer[1], payer[0])
-            debts.close()
-        return victims + self._next(count - len(victims), None)
+        debts = Collection(
+            self._debtors,
+            self._queues.offer,
+            self._ledger,
+            t,
+            floor=self._ledger.mean_debt(t),
+            victims_per_block=self._victims_per_block,
+        )
+        while payer := debts.next(count - len(victims)):
+            group, alone = payer
+            paid = 0
+            queue: Queue[B] | None
+            if self.rule.calls_in_debts:
+                for queue in self._turns(group, alone):
+                    victims.append(self._take(queue))
+                    paid += 1
+            elif (queue := self._next(None)) is not None:
+                near = self._as_old(queue, group)
+                victims.append(self._take(near or queue))
+                paid = near is not None
+            debts.paid(paid)
+        debts.close()
+        for queue in self._turns(None, count - len(victims)):
+            victims.append(self._take(queue))
+        return victims
 
-    def _next(self, count: int, group: str | None) -> list[tuple[B, RetentionClass]]:
-        """Up to ``count`` victims of a group, or of all groups for None.
+    def _turns(self, group: str | None, count: int) -> Iterator[Queue[B]]:
+        """Up to ``count`` queues, one after the other, each to lose its first block."""
+        while count and (queue := self._next(group)) is not None:
+            yield queue
+            count -= 1
 
-        From the segment that is over its share, what was released first.
+    def _take(self, queue: Queue[B]) -> tuple[B, RetentionClass]:
+        block = self._queues.take(queue)
+        self.drop(block)
+        return block, queue.retention
+
+    def _next(self, group: str | None) -> Queue[B] | None:
+        """The queue whose first block is next, of one group or for None of all; None: no block.
+
+        From the segment that is over its share, what was released first. A proven block that has
+        a chance left goes to the end instead, unless all blocks are in native order.
         """
-        victims: list[tuple[B, RetentionClass]] = []
         share = self.rule.proven_share
-        while len(victims) < count:
+        while True:
             unproven, proven = self._heads(group)
             if unproven is None or proven is None:
                 queue = unproven or proven
-                if queue is None:
-                    break
             elif share == 0:
                 queue = unproven if unproven.head() < proven.head() else proven
             else:
                 queue = proven if self._proven > share * self._capacity else unproven
-            block = self._queues.take(queue)
-            if share and queue is proven and (chances := self._chances.get(block)):
-                self._chances[block] = chances - 1
-                self._queues.append([(block, queue)])
-                continue
-            self.drop(block)
-            victims.append((block, queue.retention))
-        return victims
+            if queue is None or not share or queue is unproven:
+                return queue
+            block = queue.first()
+            chances = self._chances.get(block)
+            if not chances:
+                return queue
+            self._chances[block] = chances - 1
+            self._queues.remove(block, queue)
+            self._queues.append([(block, queue)])
+
+    def _as_old(self, queue: Queue[B], group: str) -> Queue[B] | None:
+        """The group's queue in the segment of ``queue``, if its first block is about as old."""
+        unproven, proven = self._heads(group)
+        own = unproven if queue.retention is RetentionClass.PROBATIONARY else proven
+        if own is None or own.head() > queue.head() + AS_OLD * self._capacity:
+            return None
+        spared = self.rule.proven_share and own is proven and self._chances.get(own.first())
+        return None if spared else own
 
     def _heads(self, group: str | None) -> tuple[Queue[B] | None, Queue[B] | None]:
         """The queues that the next unproven and the next proven victim stand in front of.

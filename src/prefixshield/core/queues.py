@@ -31,6 +31,10 @@ class Queue(Generic[B]):
         self.listed = False
         """Whether the heap of the class has an entry for this queue."""
 
+    def first(self) -> B:
+        """The first block; the queue is not empty."""
+        return next(iter(self.blocks))
+
     def head(self) -> int:
         """Sequence number of the first block; the queue is not empty."""
         return next(iter(self.blocks.values()))

@@ -101,7 +101,9 @@ class Shield(Policy):
         victims: list[int] = []
         debts = Collection(self._debtors, self._queues.offer, self.ledger, t)
         while payer := debts.next(count - len(victims)):
-            victims += self._queues.pop(*payer)
+            taken = self._queues.pop(*payer)
+            victims += taken
+            debts.paid(len(taken))
         debts.close()
         return victims + self._queues.pop_lowest(count - len(victims))
 
