@@ -246,6 +246,21 @@ def test_fig3b_counts_blocks_and_the_advantage(tmp_path):
     assert cells(report, "wait 0.5", "shield minus no-debt-gate") == ["+35.16", "+40.00"]
 
 
+def test_presets_stand_side_by_side_on_both_engines(tmp_path):
+    results = tmp_path / "results"
+    ratios = {"lru": [0.1, 0.2], "shield": [0.5, 0.6], "shield-default": [0.4, 0.7]}
+    write(results, "preset", make_rows("one-touch", ratios, preemptions=3))
+    ratios = {"lru": [0.1], "shield-default": [0.3]}
+    rows = make_rows("one-touch", ratios, "real", ttft_p50_ms=7.25, preemptions=0)
+    write(results, "preset-real", rows)
+    report = report_on(tmp_path)
+    wanted = ["55.00 [40.00, 70.00]", "30.00", "+40.00 [+30.00, +50.00]", "+20.00"]
+    wanted += ["+0.00 [-10.00, +10.00] tie", DASH]
+    assert cells_of_table(report, "minus lru", "one-touch", "shield-default") == wanted
+    wanted = ["10.00", "100.00", "3.00", "7.25", "100.00", "0.00"]
+    assert cells_of_table(report, "P50 TTFT", "one-touch", "shield-default") == wanted
+
+
 def test_what_was_not_run_is_left_out_and_said(tmp_path):
     results = tmp_path / "results"
     write(results, "fig3a", make_rows("one-touch", {"shield": [0.5], "no-segmentation": [0.4]}))

@@ -8,7 +8,7 @@ import pytest
 from prefixshield.evaluation import runner
 from prefixshield.evaluation.experiments import EXPERIMENTS
 from prefixshield.evaluation.profiles import CostModel
-from prefixshield.evaluation.run import workload_config
+from prefixshield.evaluation.run import SHIELD_DEFAULT, workload_config
 from prefixshield.evaluation.serial import run_serial
 from prefixshield.policies import POLICIES
 from prefixshield.traces import TraceRequest, Workload, pollution
@@ -66,7 +66,7 @@ def test_namespaces_and_debts():
     assert run.mean_debt_blocks["b"] == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, SHIELD_DEFAULT])
 def test_far_apart_it_is_serial_replay(policy):
     """Without concurrency and partly filled blocks both engines hit and evict exactly the same."""
     made = pollution.two_pass_replay(5, Load(10.0))
@@ -168,3 +168,15 @@ def test_protection_has_the_papers_signs():
             hits[variant, policy] = row["hit_ratio"]
         assert hits[variant, "shield"] > hits[variant, "lru"]
     assert VICTIM in row["materialised"]
+
+
+def test_the_default_preset_costs_conversations_nothing():
+    """Against LRU, which the paper's preset is far below; both keep debts."""
+    rows = {}
+    for policy in ("lru", "shield", SHIELD_DEFAULT):
+        cell = runner.Cell("virtual", "benign, 80 conversations", policy, 0)
+        rows[policy] = runner.run_cell("preset", {}, None, cell)
+    hits = {policy: row["hit_ratio"] for policy, row in rows.items()}
+    assert hits["shield"] < hits["lru"] - 0.1
+    assert abs(hits[SHIELD_DEFAULT] - hits["lru"]) < 0.02
+    assert [bool(row["mean_debt_blocks"]) for row in rows.values()] == [False, True, True]

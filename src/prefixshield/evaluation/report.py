@@ -7,6 +7,7 @@ bytes. What was not run is left out or an en dash.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from prefixshield.evaluation.findings import (
 from prefixshield.evaluation.overhead import read_overhead
 from prefixshield.evaluation.paper import reported
 from prefixshield.evaluation.results import Row
+from prefixshield.evaluation.run import SHIELD_DEFAULT
 
 #: Above this, virtual time and the real engine disagree, in percentage points.
 AGREEMENT_PP = 1.0
@@ -396,6 +398,49 @@ def _reasons(found: Sequence[Findings]) -> Iterator[str]:
     yield _latencies("reasons", found)
 
 
+def _preset(found: Sequence[Findings]) -> Iterator[str]:
+    yield (
+        f"*{SHIELD_DEFAULT}* is policy shield under the default preset, *shield* under the "
+        "paper's; contracts are the paper's. Measured are the victim's requests under attack, all "
+        "requests where nobody attacks."
+    )
+    header = ["Workload", "Policy"]
+    header += [
+        f"{f.engine}: {what}"
+        for what in ("hit ratio, %", "minus lru, pp", "minus shield, pp")
+        for f in found
+    ]
+    rows = []
+    for variant, policy in _cells(found):
+        row = [variant, policy, *(markdown.value(f.hit_percent(variant, policy)) for f in found)]
+        for other in ("lru", "shield"):
+            differences = (f.difference_pp(variant, policy, other) for f in found)
+            row += (
+                markdown.NOTHING if policy == other else markdown.difference(d) for d in differences
+            )
+        rows.append(row)
+    yield markdown.table(header, rows)
+    columns = {
+        "P50 TTFT, ms": "ttft_p50_ms",
+        "P95 TTFT, ms": "ttft_p95_ms",
+        "preemptions": "preemptions",
+    }
+    header = ["Workload", "Policy", *(f"{f.engine}: {what}" for f in found for what in columns)]
+    rows = [
+        [
+            variant,
+            policy,
+            *(
+                markdown.mean(f.mean(variant, policy, itemgetter(key)))
+                for f in found
+                for key in columns.values()
+            ),
+        ]
+        for variant, policy in _cells(found)
+    ]
+    yield markdown.table(header, rows)
+
+
 def _overhead(results: Path, found: Mapping[str, Mapping[str, Findings]]) -> Iterator[str]:
     """What policies cost, where it was measured, and requests served under attack at 60% load."""
     overhead = read_overhead(results)
@@ -466,6 +511,7 @@ _SECTIONS: Mapping[str, Callable[[Sequence[Findings]], Iterator[str]]] = {
     "fig3b": _fig3b,
     "late": _late,
     "reasons": _reasons,
+    "preset": _preset,
 }
 
 # Tables that several sections have.
