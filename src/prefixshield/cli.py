@@ -212,6 +212,29 @@ def experiment(
 
 
 @app.command()
+def worst_case(
+    evaluations: Annotated[int, typer.Option(min=1, help="Workloads to evaluate.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder to write into.")] = Path(
+        "results/worst-case"
+    ),
+    accesses: Annotated[int, typer.Option(min=100, help="Block accesses of a workload.")] = 15_000,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Without it: one per CPU.")
+    ] = None,
+) -> None:
+    """Search for benign traffic on which the default preset loses most hit ratio to LRU."""
+    from prefixshield.evaluation import worst_case as searching
+
+    with _progress_bar("evaluations") as progress:
+        found = searching.search(evaluations, seed, accesses, jobs or os.cpu_count() or 1, progress)
+    with _written(output):
+        paths = searching.write(found, output)
+    for path in paths:
+        typer.echo(f"{path}")
+
+
+@app.command()
 def report(
     results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
     output: Annotated[
