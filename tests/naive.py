@@ -188,12 +188,18 @@ class NaiveS3Fifo:
 class NaiveOrder:
     """The default preset's order of reclamation with lists; debts are given, not kept."""
 
-    def __init__(self, capacity, scale=1):
+    def __init__(self, capacity, scale=1, as_old=Fraction(3, 100)):
         """scale: victims that one block of debt pays for."""
-        self.capacity, self.scale = capacity, Fraction(scale)
+        self.capacity, self.scale, self.as_old = capacity, Fraction(scale), as_old * capacity
         self.group, self.retention, self.chances = {}, {}, {}  # of every cached block
-        self.waiting = []  # candidates, the one released first in front
-        self.early = capacity // 10  # unproven ones to take before it is first full
+        self.place = {}  # of every candidate: how many were released before it
+        self.released = 0
+        self.early = round(Fraction(capacity, 10))  # unproven ones to take before it is first full
+
+    @property
+    def waiting(self):
+        """Candidates, the one released first in front."""
+        return sorted(self.place, key=self.place.__getitem__)
 
     def admit(self, block, group, proven):
         if not proven and self.early is not None:
@@ -206,47 +212,79 @@ class NaiveOrder:
         self.chances[block] = min(3, self.chances[block] + 1)
         self.retention[block] = max(self.retention[block], REUSE if promote else NORMAL)
 
+    def release(self, blocks):
+        for block in blocks:
+            self.place[block] = self.released
+            self.released += 1
+
+    def hold(self, blocks):
+        for block in blocks:
+            self.place.pop(block, None)
+
     def drop(self, block):
+        self.hold([block])
         del self.group[block], self.retention[block], self.chances[block]
 
-    def take(self, count, share, debts=None, weights=None):
-        """debts: what every group with an account owes, normalised; None: they are not called in."""
+    def take(self, count, rule, debts, weights):
+        """debts: what every group with an account owes, normalised."""
+        share, calls = rule
         if count:
             self.early = None
-        p = dict(debts or {})
+        p = dict(debts)
         floor = sum(p.values()) / len(p) if p else 0
         victims = []
         for _ in range(count):
             owing = [b for b in self.waiting if p.get(self.group[b], 0) > floor + 1e-6]
+            payer = None
             if owing:
                 most = max(p[self.group[b]] for b in owing)
                 tied = [b for b in owing if p[self.group[b]] > most - 1e-6]
                 payer = self.group[min(tied, key=lambda b: self.retention[b])]
-                p[payer] -= 1 / (weights[payer] * self.scale)
-                victim = self.next([b for b in self.waiting if self.group[b] == payer], share, True)
+            if payer is not None and calls:
+                victim = self.next(share, payer)
             else:
-                victim = self.next(list(self.waiting), share, False)
+                victim = self.next(share)
+                if payer is not None:
+                    victim = self.about_as_old(victim, payer, share)
+            if self.group[victim] == payer:
+                p[payer] -= 1 / (weights[payer] * self.scale)
             victims.append((victim, self.retention[victim]))
-            self.waiting.remove(victim)
             self.drop(victim)
         return victims
 
-    def next(self, choices, share, of_a_debtor):
+    def segments(self, group=None):
+        """Unproven and proven candidates, each in the order in which they go."""
+        mine = [b for b in self.waiting if group in (None, self.group[b])]
+        unproven = [b for b in mine if self.retention[b] == PROBATIONARY]
+        proven = [b for b in mine if self.retention[b] != PROBATIONARY]
+        if group is not None:  # of its own, what was promoted goes last
+            proven.sort(key=self.retention.__getitem__)
+        return unproven, proven
+
+    def next(self, share, group=None):
+        """The next victim, of a group that pays or of all; second chances are used up."""
         while True:
-            unproven = [b for b in choices if self.retention[b] == PROBATIONARY]
-            proven = [b for b in choices if self.retention[b] != PROBATIONARY]
-            if of_a_debtor:  # what was promoted goes last
-                proven.sort(key=lambda b: self.retention[b])
+            unproven, proven = self.segments(group)
             over = sum(r != PROBATIONARY for r in self.retention.values()) > share * self.capacity
             if not (unproven and proven):
                 victim = (unproven or proven)[0]
             elif not share:
-                victim = min(unproven[0], proven[0], key=choices.index)
+                victim = min(unproven[0], proven[0], key=self.place.__getitem__)
             else:
                 victim = proven[0] if over else unproven[0]
-            if not share or not self.retention[victim] or not self.chances[victim]:
+            if not self.has_a_chance(victim, share):
                 return victim
             self.chances[victim] -= 1
-            for order in (choices, self.waiting):
-                order.remove(victim)
-                order.append(victim)
+            self.release([victim])
+
+    def has_a_chance(self, block, share):
+        return share and self.retention[block] != PROBATIONARY and self.chances[block]
+
+    def about_as_old(self, victim, group, share):
+        """The block of the same segment that a group would lose instead, else the victim."""
+        unproven, proven = self.segments(group)
+        own = (unproven if self.retention[victim] == PROBATIONARY else proven)[:1]
+        for block in own:
+            if self.place[block] <= self.place[victim] + self.as_old:
+                return victim if self.has_a_chance(block, share) else block
+        return victim

@@ -69,8 +69,9 @@ def test_the_mean_stays_exact_and_its_heap_small_over_many_charges():
     st.sampled_from([1.0, 0.25]),
     st.integers(1, 20),
     st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    st.sampled_from([1, 2, 20]),
 )
-def test_payers_are_those_of_a_scan(script, owned, kind, scale, count, classes):
+def test_payers_are_those_of_a_scan(script, owned, kind, scale, count, classes, most):
     ledger, debtors, t = list(in_step([*script, ("a", "base", 0, 0.0)]))[-1]
     debtors._owns_candidate = owned.__contains__
     floor = {"none": 0.0, "mean": ledger.mean_debt(t), "two": 2.0}[kind]
@@ -102,9 +103,10 @@ def test_payers_are_those_of_a_scan(script, owned, kind, scale, count, classes):
     while payer := collection.next(count - len(paid)):
         group, alone = payer
         assert 1 <= alone <= count - len(paid)
-        lost = min(alone, left[group])
+        lost = min(alone, left[group], most)
         left[group] -= lost
         paid += [group] * lost
+        collection.paid(lost)
     collection.close()
     assert paid == list(scan())
 

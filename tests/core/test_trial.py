@@ -32,19 +32,17 @@ class NaiveMiniature:
         while served < len(keys) and keys[served] in order.group:
             served += 1
         hits = [order.retention[key] for key in keys[:served]]
-        for key in resident:
-            order.waiting.remove(key)
+        order.hold(resident)
         for key in keys[:served]:
             order.reuse(key, promote=False)
         missing = [key for key in keys if key not in order.group]
         excess = max(0, len(order.group) + len(missing) - self.capacity)
-        called = debts if self.rule.calls_in_debts else None
-        for key, retention in order.take(excess, self.rule.proven_share, called, weights):
+        for key, retention in order.take(excess, self.rule, debts, weights):
             if retention == 0:
                 self.ghosts.remember(*key, "maker")
         for key in missing:
             order.admit(key, key[0], self.ghosts.recall(*key) is not None)
-        order.waiting += keys[::-1]
+        order.release(keys[::-1])
         return hits
 
 
