@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench reproduce reproduce-real test lint clean
+.PHONY: help setup demo serve bench reproduce reproduce-real harmless test lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 24
@@ -35,6 +35,9 @@ reproduce-real: setup ## the same on the real server, where that can be run (hou
 	@$(VENV)/prefixshield experiment all --engine real --runs $(RUNS)
 	@$(VENV)/prefixshield experiment all --engine calibrated --runs $(RUNS)
 	@$(VENV)/prefixshield report
+
+harmless: setup ## does the default preset harm ordinary traffic: serial replays, into results/harmless/
+	@$(VENV)/prefixshield harmless
 
 test: setup ## all tests
 	@$(VENV)/python -m pytest

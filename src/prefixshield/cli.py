@@ -249,6 +249,35 @@ def report(
 
 
 @app.command()
+def harmless(
+    section: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one, of benign, attacks, held-out, alone, ablations, ..."),
+    ] = None,
+    trace: Annotated[
+        list[str] | None, typer.Option(help="A further benign trace: PATH:BLOCK_SIZE.")
+    ] = None,
+    traces: Annotated[Path, typer.Option(help="Folder of traces.")] = Path("traces"),
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes. Without it: one per CPU.")
+    ] = None,
+) -> None:
+    """Measure whether the default preset harms ordinary traffic, and whom it protects."""
+    from prefixshield.evaluation import harmless as measuring
+    from prefixshield.evaluation.harmless_report import write_report
+
+    further = [measuring.parse_trace(text) for text in trace or []]
+    sources = measuring.benign_sources(traces, further)
+    output = results / "harmless"
+    for name in measuring.chosen(section or []):
+        with _progress_bar(f"replays of {name}") as progress:
+            measuring.run(name, sources, output, jobs or os.cpu_count() or 1, progress)
+    for path in write_report(output):
+        typer.echo(f"{path}")
+
+
+@app.command()
 def workload(
     name: Annotated[str, typer.Argument(help="A workload of the experiments, or a mixture.")],
     output: Annotated[Path, typer.Option(help="JSON lines, gzip if it ends in .gz.")],

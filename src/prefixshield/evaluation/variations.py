@@ -73,6 +73,7 @@ CONSTANTS: Mapping[str, Mapping[str, Assignments]] = {
     "PROVEN_SHARES": _shares((0.9, 0.0), (0.8, 0.0, 0.4), (0.95, 0.0, 0.5), (0.0, 0.9, 0.5)),
     "MAX_CHANCES": _constant(order, "MAX_CHANCES", 0, 1, 2, 7),
     "FIRST_SHARE": _constant(order, "FIRST_SHARE", 0.0, 0.5, 0.8, 1.0),
+    "AS_OLD": _constant(order, "AS_OLD", 0.0, 0.01, 0.1, 0.3),
     "GHOSTS_PER_BLOCK": _constant(ghosts, "GHOSTS_PER_BLOCK", 0.25, 0.5, 2.0, 4.0),
 }
 
