@@ -252,7 +252,7 @@ def report(
 def harmless(
     section: Annotated[
         list[str] | None,
-        typer.Option(help="Only this one, of benign, attacks, held-out, alone, ablations, ..."),
+        typer.Option(help="Only this: benign, attacks, held-out, alone, ablations or sensitivity."),
     ] = None,
     trace: Annotated[
         list[str] | None, typer.Option(help="A further benign trace: PATH:BLOCK_SIZE.")

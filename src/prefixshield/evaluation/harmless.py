@@ -87,6 +87,8 @@ class Source:
     """Tokens per block."""
     arrivals: Path | None = None
     """Of a mix."""
+    further: bool = False
+    """Whether the trace is not of the folder but was given beside it."""
     alone: bool = False
     """Whether one group sends everything."""
 
@@ -145,7 +147,8 @@ def benign_sources(folder: Path, extra: Sequence[tuple[Path, int]]) -> list[Sour
     shipped = [(path, _block_size(path)) for path in sorted(folder.glob("*.jsonl.gz"))]
     if not shipped:
         raise PrefixShieldError(f"{folder}: found no trace, expected files like NAME_bs16.jsonl.gz")
-    found = [Source("trace", _name(path), 0, path, size) for path, size in (*shipped, *extra)]
+    found = [Source("trace", _name(path), 0, path, size) for path, size in shipped]
+    found += [Source("trace", _name(path), 0, path, size, further=True) for path, size in extra]
     if len({source.name for source in found}) != len(found):
         names = ", ".join(source.name for source in found)
         raise PrefixShieldError(f"--trace: found the names {names}, expected every one once")
@@ -354,10 +357,12 @@ def run(
 def _describe(
     section: str, sources: Sequence[Source], scores: Sequence[Score], made_on: Mapping[str, Any]
 ) -> dict[str, Any]:
+    further = [
+        f" --trace {one.path.name}:{one.block_size}" for one in sources if one.further and one.path
+    ]
     return {
-        "command": f"prefixshield harmless --section {section}",
+        "command": f"prefixshield harmless --section {section}{''.join(further)}",
         "replays": len(scores),
-        "traces": {one.name: one.block_size for one in sources if one.kind == "trace"},
         **made_on,
     }
 

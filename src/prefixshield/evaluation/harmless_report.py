@@ -173,8 +173,9 @@ def _benign(scores: Sequence[Score], section: str) -> list[str]:
     return [
         _overall_table(rows),
         _below(ours),
-        "Distance of the default preset, all refill scales and seeds:",
+        "The worst distance by input and pool, over refill scales and seeds:",
         _by_input(found),
+        *(["![harm](harm.png)"] if section == "benign" else []),
     ]
 
 
@@ -399,9 +400,11 @@ def _draw_harm(found: Sequence[Distance], path: Path) -> Path:
         panels[0].set_yticks(range(len(inputs)), inputs)
         panels[0].invert_yaxis()
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        figure.supxlabel("points from the better of LRU and S3-FIFO (linear within 1)", fontsize=10)
-        figure.suptitle("Ordinary traffic: what the presets cost and gain")
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        figure.supxlabel(
+            "Ordinary traffic: points from the better of LRU and S3-FIFO (linear within 1)",
+            fontsize=11,
+        )
         figure.savefig(path, dpi=120, metadata={"Software": None})
     return path
 
