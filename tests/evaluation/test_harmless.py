@@ -95,6 +95,14 @@ def test_one_group_sends_everything_when_alone(source):
     assert [one.hash_ids for one in alone] == [one.hash_ids for one in harmless.load(source)]
 
 
+def test_requests_name_the_contracts_of_their_workload():
+    requests = harmless.load(Source("paper", "low-and-slow"))
+    assert {(one.group, one.contract) for one in requests} == {
+        ("victim", "critical"),
+        ("attacker", "best-effort"),
+    }
+
+
 def test_a_variation_changes_the_policy_and_leaves_nothing_behind(source):
     owners = (trial, order, ghosts, adaptive, trial.Trial)
     before = [dict(vars(owner)) for owner in owners]

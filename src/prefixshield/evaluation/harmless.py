@@ -29,7 +29,7 @@ from prefixshield.evaluation.experiments import DEFAULT_BLOCKS, make_workload
 from prefixshield.evaluation.results import provenance, replace_files
 from prefixshield.evaluation.variations import ABLATIONS, CONSTANTS, UNCHANGED, varied
 from prefixshield.sim.replay import Replay, Tally, replay_policy
-from prefixshield.traces import TraceRequest, read_trace
+from prefixshield.traces import TraceRequest, Workload, read_trace
 from prefixshield.traces.arrivals import mix, read_arrivals
 from prefixshield.traces.conversations import bursty, conversations, sharegpt_like
 from prefixshield.traces.mixtures import MIXTURES
@@ -171,9 +171,9 @@ def load(source: Source) -> Sequence[TraceRequest]:
 
 def _load(source: Source) -> Sequence[TraceRequest]:
     if source.path is None:
-        if source.kind == "generated":
-            return _conversations(source)
-        return make_workload(source.name, source.seed, source.block_size).requests
+        made = _conversations(source) if source.kind == "generated" else _made(source)
+        # Not every workload's requests name their contract.
+        return [replace(one, contract=made.groups[one.group or ""]) for one in made.requests]
     content = read_trace(source.path, source.block_size)
     if source.arrivals is None:
         return content
@@ -188,7 +188,11 @@ def _load(source: Source) -> Sequence[TraceRequest]:
     return mix(content, times, source.block_size, seed=source.seed, rate=rate).requests
 
 
-def _conversations(source: Source) -> Sequence[TraceRequest]:
+def _made(source: Source) -> Workload:
+    return make_workload(source.name, source.seed, source.block_size)
+
+
+def _conversations(source: Source) -> Workload:
     groups = {
         f"tenant-{number}": contract
         for number, contract in zip(range(_TENANTS), cycle(_CONTRACTS), strict=False)
@@ -202,7 +206,7 @@ def _conversations(source: Source) -> Sequence[TraceRequest]:
     )
     if source.name.startswith("bursty"):
         made = bursty(made, period_s=60.0, duty_ratio=0.2)
-    return [replace(one, contract=groups[one.group or ""]) for one in made.requests]
+    return made
 
 
 def parse_trace(text: str) -> tuple[Path, int]:
