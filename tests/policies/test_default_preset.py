@@ -117,8 +117,9 @@ class Life(RuleBasedStateMachine):
         contract=st.sampled_from(sorted(CONTRACTS)),
         prefix_id=st.sampled_from([None, None, "p"]),
         again=st.sampled_from([0, 0, 0, 1]),
+        stays=st.sampled_from([False, False, True]),
     )
-    def start(self, prefix, length, last_may_hit, group, contract, prefix_id, again):
+    def start(self, prefix, length, last_may_hit, group, contract, prefix_id, again, stays):
         self.names += 1 - again
         access = Access(group, contract, self.names, self.now, prefix_id)
         hashes = [(prefix, i) for i in range(length)]
@@ -137,6 +138,8 @@ class Life(RuleBasedStateMachine):
         self.check_victims(max(0, need - free), access, [block for block, _ in evicted])
         self.cache(blocks, hashes[len(hits) :], access, hashes[len(hits) - 1] if hits else None)
         self.running.append((access, hits + blocks))
+        if not stays:
+            self.finish(-1)
 
     def cache(self, blocks, hashes, access, after):
         account = self.ledger.account(access.group, access.contract)
@@ -156,7 +159,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 99))
     def finish(self, which):
-        self.give_back(self.running.pop(which % len(self.running))[1])
+        _, blocks = self.running.pop(which % len(self.running))
+        self.give_back(blocks)
 
     def give_back(self, blocks):
         blocks = blocks[::-1]
@@ -175,6 +179,13 @@ class Life(RuleBasedStateMachine):
         self.naive.drop(block)
         del self.made[block]
         self.settle()
+
+    @rule(which=st.integers(0, 5))
+    def follow(self, which):
+        """Whatever the trial favours, for as long as nothing serves more."""
+        trial = self.policy.trial
+        trial._best = trial._miniatures[which]
+        self.policy.order.rule = trial.rule
 
     @rule(seconds=st.sampled_from([0.1, 2.0, 30.0, -1.0]))
     def wait(self, seconds):
