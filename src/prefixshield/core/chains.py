@@ -18,9 +18,10 @@ class Chains:
 
     def __init__(self) -> None:
         self._key: dict[int, Hashable] = {}
-        self._copies: dict[Hashable, set[int]] = {}
+        # Ordered: what becomes an orphan first does not depend on how a process hashes.
+        self._copies: dict[Hashable, dict[int, None]] = {}
         self._parent: dict[Hashable, Hashable | None] = {}
-        self._children: dict[Hashable, set[Hashable]] = {}
+        self._children: dict[Hashable, dict[Hashable, None]] = {}
         self._unreachable: set[Hashable] = set()
 
     def is_orphan(self, block: int) -> bool:
@@ -33,13 +34,13 @@ class Chains:
         ``parent``: the key that precedes it; None: it can be hit whatever else is cached.
         """
         self._key[block] = key
-        copies = self._copies.setdefault(key, set())
-        copies.add(block)
+        copies = self._copies.setdefault(key, {})
+        copies[block] = None
         if len(copies) > 1:
             return []
         self._parent[key] = parent
         if parent is not None:
-            self._children.setdefault(parent, set()).add(key)
+            self._children.setdefault(parent, {})[key] = None
             if parent not in self._copies or parent in self._unreachable:
                 self._unreachable.add(key)
                 return []
@@ -49,14 +50,14 @@ class Chains:
         """A block is cached no more; returns the blocks that become orphans thereby."""
         key = self._key.pop(block)
         copies = self._copies[key]
-        copies.remove(block)
+        del copies[block]
         if copies:
             return []
         del self._copies[key]
         parent = self._parent.pop(key)
         if parent is not None:
             siblings = self._children[parent]
-            siblings.remove(key)
+            del siblings[key]
             if not siblings:
                 del self._children[parent]
         self._unreachable.discard(key)

@@ -123,7 +123,7 @@ class Order(Generic[B]):
         self._queue.clear()
         self._chances.clear()
         self._proven = 0
-        self._unproven_until_full = (1 - FIRST_SHARE) * self._capacity
+        self._unproven_until_full = self._capacity - round(FIRST_SHARE * self._capacity)
         self._was_full = False
 
     def charged(self, group: str, t: float) -> None:
