@@ -325,3 +325,20 @@ def test_a_group_proves_nothing_for_another_one():
     assert serve("b", ["x"], 5)[0] == 0
     assert policy.ghosts.size("a") <= 2
     assert normal not in serve("a", ["q"], 6)[1]
+
+
+def test_a_request_that_comes_back_to_its_own_blocks_proves_nothing():
+    """Neither while they are cached nor after they were lost; another request does."""
+    policy = build(200)
+    first, second = (Access("a", "gold", name, 0.0) for name in ("first", "second"))
+    policy.materialise([0], ["x"], first)
+    assert policy.hit([0], first) == []
+    for access, expected in (
+        (first, RetentionClass.PROBATIONARY),
+        (second, RetentionClass.NORMAL),
+    ):
+        assert policy.retention_class(0) is RetentionClass.PROBATIONARY
+        policy.release([0])
+        assert policy.evict(1, access) == [0]
+        policy.materialise([0], ["x"], access)
+        assert policy.retention_class(0) is expected
