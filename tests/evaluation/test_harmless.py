@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from prefixshield.cli import main
 from prefixshield.config import paper_config
 from prefixshield.core import ghosts, order, trial
 from prefixshield.errors import PrefixShieldError
@@ -190,13 +191,33 @@ def test_sections_are_replaced_one_by_one_and_bytes_are_the_same(source, tmp_pat
     assert {path.name: path.read_bytes() for path in output.iterdir()} == first
 
 
+def test_the_command_runs_the_sections_asked_for(source, tmp_path, monkeypatch, capsys):
+    def small(section, sources):
+        assert [one.name for one in sources if one.kind == "trace"] == ["small"]
+        yield from harmless._against_baselines(section, source, (1.0,), sizes=(10,))
+
+    monkeypatch.setattr(harmless, "SECTIONS", {"benign": small, "alone": small})
+    options = f"--section alone --traces {tmp_path} --results {tmp_path} --jobs 1"
+    monkeypatch.setattr("sys.argv", ["prefixshield", "harmless", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out.split() == [str(tmp_path / "harmless" / "summary.md")]
+    manifest = harmless.read_manifest(tmp_path / "harmless")
+    assert {name: how["replays"] for name, how in manifest.items()} == {"alone": 4}
+
+
 def test_inputs_come_from_the_folder_and_from_the_command_line(tmp_path):
     requests = [TraceRequest(1, 0.0, 5, 0, (1,), "a", None, None)]
     write_trace(tmp_path / "b_bs4.jsonl.gz", requests)
     (tmp_path / "vtc_arena_arrivals.csv").write_text("client,arrival_s\nx,1\n")
-    extra = [harmless.parse_trace(f"{tmp_path}/c_bs16.jsonl.gz:16")]
+    extra = [harmless.parse_trace(f"{tmp_path}/c.d/e_bs16.jsonl.gz:16")]
+    with pytest.raises(PrefixShieldError, match=r"e_bs16\.jsonl\.gz', expected a file"):
+        harmless.benign_sources(tmp_path, extra)
+    (tmp_path / "c.d").mkdir()
+    write_trace(extra[0][0], requests)
     found = harmless.benign_sources(tmp_path, extra)
-    assert [one.name for one in found if one.path] == ["b", "c", "b by vtc_arena"]
+    assert [one.name for one in found if one.path] == ["b", "e", "b by vtc_arena"]
     assert {one.name for one in found if one.kind == "mixture"} == set(harmless.BENIGN)
     assert len(harmless.load(found[2])) == 1
     with pytest.raises(PrefixShieldError, match="expected PATH:BLOCK_SIZE"):

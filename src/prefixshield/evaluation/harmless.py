@@ -142,13 +142,17 @@ class Score:
 def benign_sources(folder: Path, extra: Sequence[tuple[Path, int]]) -> list[Source]:
     """All ordinary traffic: of a folder of traces, of further traces, and made from seed 0.
 
-    Raises PrefixShieldError when the folder has no trace, or two inputs have one name.
+    Raises PrefixShieldError when the folder has no trace, a further one is not there, or two have
+    one name.
     """
     shipped = [(path, _block_size(path)) for path in sorted(folder.glob("*.jsonl.gz"))]
     if not shipped:
         raise PrefixShieldError(f"{folder}: found no trace, expected files like NAME_bs16.jsonl.gz")
     found = [Source("trace", _name(path), 0, path, size) for path, size in shipped]
     found += [Source("trace", _name(path), 0, path, size, further=True) for path, size in extra]
+    for path, _ in extra:
+        if not path.is_file():
+            raise PrefixShieldError(f"--trace: found {str(path)!r}, expected a file")
     if len({source.name for source in found}) != len(found):
         names = ", ".join(source.name for source in found)
         raise PrefixShieldError(f"--trace: found the names {names}, expected every one once")
