@@ -124,6 +124,14 @@ class Ledger:
         total = self.lowest_rate * (self._clearances - len(self._owing) * t)
         return total / len(self._of_group)
 
+    def mean_debt_of_others(self, group: str, t: float) -> float:
+        """The same over all groups but one; 0 when there is no other."""
+        others = len(self._of_group) - (group in self._of_group)
+        if not others:
+            return 0.0
+        total = self.mean_debt(t) * len(self._of_group)
+        return max(0.0, total - self.normalised_debt(group, t)) / others
+
     def _settle(self, t: float) -> None:
         """Strike off the accounts whose debts have cleared."""
         while self._owing and self._owing[0][0] <= t:

@@ -172,10 +172,10 @@ class AdaptiveShield(Policy):
         if not origins:
             return
         t = self.ledger.time
-        debt = self.ledger.normalised_debt(origins[0].account.group, t)
-        discount = 0.0
-        if debt > self.ledger.mean_debt(t) + EPSILON:
-            discount = debt / max(debt, self.order.largest_debt(t))
+        group = origins[0].account.group
+        debt = self.ledger.normalised_debt(group, t)
+        excess = debt - self.ledger.mean_debt_of_others(group, t)
+        discount = excess / max(debt, self.order.largest_debt(t)) if excess > EPSILON else 0.0
         keys = list(dict.fromkeys(origin.key for origin in origins))
         self.trial.serve(keys, len(blocks), t, discount)
         self.order.rule = self.trial.rule
