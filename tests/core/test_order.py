@@ -191,3 +191,24 @@ def test_of_its_own_a_debtor_loses_what_was_not_promoted_first():
     order, ledger = order_of(5, Rule(0.9, False), *blocks)
     owe(order, ledger, a=50.0, b=1.0)
     assert names(order.take(4, 0.0)) == "pqrs", "no others are as old"
+
+
+def test_not_called_in_a_debtor_pays_with_what_is_about_as_old_until_it_has_paid():
+    """3 of 100 places are about as old; b owes 2 against a mean of 1, and a block pays 0.5."""
+    rule = Rule(0.9, False)
+    for layout, expected in (("ababababab", "1302"), ("aaaaabbb", "0152")):
+        blocks = [(str(n), group, P) for n, group in enumerate(layout)]
+        order, ledger = order_of(100, rule, *blocks)
+        owe(order, ledger, a=0.0, b=4.0)
+        assert names(order.take(4, 0.0)) == expected
+
+
+def test_not_called_in_a_debtors_block_with_a_chance_left_is_spared():
+    for hit, expected in ((False, "yx"), (True, "xy")):
+        order, ledger = order_of(100, Rule(0.9, False), ("x", "a", N), ("y", "b", N))
+        if hit:
+            order.remove("y")
+            order.reuse("y", promote=False)
+            order.append(["y"])
+        owe(order, ledger, b=50.0, a=0.0)
+        assert names(order.take(2, 0.0)) == expected
