@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from prefixshield.config import load_config
+from prefixshield.policies.adaptive import AdaptiveShield
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.wiring import SCHEDULER
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.engine
 
 CONFIG = """
 policy: {policy}
+preset: {preset}
 contracts:
   big: {{refill_rate: 1000, burst: 1000}}
   small: {{refill_rate: 0.5, burst: 8}}
@@ -28,14 +30,15 @@ namespace_secret: for tests
 """
 
 NATIVE = {"policy": None, "scheduler": None}
-LRU = {"policy": "lru", "scheduler": SCHEDULER}
-SHIELD = {"policy": "shield", "scheduler": SCHEDULER}
-ASYNC = {"policy": "shield", "scheduler": "async_scheduling.build_async_scheduler"}
+LRU = {"policy": "lru", "preset": "default", "scheduler": SCHEDULER}
+SHIELD = {**LRU, "policy": "shield"}
+PAPER = {**SHIELD, "preset": "paper"}
+ASYNC = {**SHIELD, "scheduler": "async_scheduling.build_async_scheduler"}
 
 
 @pytest.fixture
 def engine(tiny_model, tmp_path, monkeypatch):
-    """Start an engine in this process: ``engine(NATIVE | LRU | SHIELD | ASYNC, **options)``."""
+    """Start an engine in this process: ``engine(NATIVE | LRU | SHIELD | ..., **options)``."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -44,7 +47,7 @@ def engine(tiny_model, tmp_path, monkeypatch):
         wiring = {}
         if how["policy"] is not None:
             path = tmp_path / "config.yaml"
-            path.write_text(CONFIG.format(policy=how["policy"]))
+            path.write_text(CONFIG.format(**how))
             wiring = {
                 "scheduler_cls": how["scheduler"],
                 "additional_config": {"prefixshield": str(path)},
@@ -77,7 +80,7 @@ def tokens_of(llm, prompts, parameters):
 
 def salts(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.format(policy="shield"))
+    path.write_text(CONFIG.format(**SHIELD))
     config = load_config(path)
     namespaces = Namespaces.of(config, path)
     return namespaces.token(Identity("victim", "big")), namespaces.token(
@@ -106,7 +109,8 @@ def test_tokens_are_the_same_under_every_policy(engine, tmp_path):
     prompts = mixed_prompts(tmp_path)
     parameters = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, temperature=0.0)
     results = {}
-    for name, how in (("native", NATIVE), ("lru", LRU), ("shield", SHIELD), ("async", ASYNC)):
+    ways = {"native": NATIVE, "lru": LRU, "shield": SHIELD, "paper": PAPER, "async": ASYNC}
+    for name, how in ways.items():
         llm = engine(how, max_num_batched_tokens=512, max_num_seqs=8)
         results[name] = tokens_of(llm, prompts, parameters)
         if how["policy"]:
@@ -114,12 +118,14 @@ def test_tokens_are_the_same_under_every_policy(engine, tmp_path):
             evicted = [n for key, n in scheduler.driver.counts.items() if key[0] == "evicted"]
             assert sum(evicted) > 50, "the pool was never under pressure"
             assert not scheduler.driver.failed
+            assert isinstance(scheduler.driver.policy, AdaptiveShield) == (
+                name in ("shield", "async")
+            )
             assert ("Async" in type(scheduler).__name__) == (name == "async")
         del llm
         gc.collect()
-    assert results["lru"] == results["native"]
-    assert results["shield"] == results["native"]
-    assert results["async"] == results["native"]
+    for name in ways:
+        assert results[name] == results["native"], name
 
 
 def test_a_flood_empties_native_and_not_the_shield(engine, tmp_path):

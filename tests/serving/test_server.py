@@ -57,9 +57,9 @@ def metrics(server):
     return found
 
 
-def flood(server):
+def flood(server, numbers=range(8)):
     """Unseen prompts of 50 blocks, enough to turn over a pool of 64; every one is answered."""
-    for number in range(8):
+    for number in numbers:
         start = 5 + 200 * number
         assert complete(server, "sk-attacker", [start + i % 199 for i in range(1600)]) == 0
 
@@ -69,9 +69,12 @@ def test_metrics_count_blocks_and_tokens_by_group(start_server, tiny_model, conf
     server = start_server(tiny_model, config, options, by_command=True)
     assert re.search(r"PrefixShield \S+ is active: policy shield", server.log_path.read_text())
     hot = list(range(5, 5 + 320 + 1))
+    # The first blocks of an empty pool are unproven, those behind them proven: the first are
+    # evicted first, and leave orphans.
+    flood(server, range(1))
     assert complete(server, "sk-victim", hot) == 0
     assert complete(server, "sk-victim", hot) == 320
-    flood(server)
+    flood(server, range(1, 8))
     assert complete(server, "sk-victim", hot) == 320, "the flood did not reach it"
 
     found = metrics(server)
@@ -83,6 +86,8 @@ def test_metrics_count_blocks_and_tokens_by_group(start_server, tiny_model, conf
     assert found["prefixshield_materialised_blocks_total", group["attacker"]] == 8 * 50
     evicted = [key[1:] for key in found if key[0] == "prefixshield_evicted_blocks_total"]
     assert {dict(labels)["owner"] for labels in evicted} == {"attacker"}
+    all_evicted = sum(found["prefixshield_evicted_blocks_total", *labels] for labels in evicted)
+    assert 0 < found["prefixshield_evicted_orphans_total",] < all_evicted
     assert "prefixshield_policy_failures_total" not in {key[0] for key in found}
 
 

@@ -1,10 +1,10 @@
-"""On PYTHONPATH, this gives every Python process a shield with a bug in the choice of victims."""
+"""On PYTHONPATH, this gives every Python process a default preset with a bug in the choice of victims."""
 
-from prefixshield.policies.shield import Shield
+from prefixshield.policies.adaptive import AdaptiveShield
 
 
 def evict(self, count, access):
     raise ZeroDivisionError("injected by a test")
 
 
-Shield.evict = evict
+AdaptiveShield.evict = evict
