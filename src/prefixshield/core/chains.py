@@ -1,4 +1,4 @@
-"""Chains: which cached blocks no lookup can reach (policy.md section 7, "No orphans").
+"""Chains: which cached blocks no lookup can reach (policy.md section 7).
 
 A lookup follows a prefix from its first block and stops at the first one that is missing. A cached
 block whose predecessor, or any block before that, has left the cache is an orphan: it occupies

@@ -1,4 +1,4 @@
-"""Ghosts: which blocks a group lost before they were ever reused (docs/policy.md).
+"""Ghosts: which blocks a group lost before they were ever reused (policy.md section 7).
 
 A block that is materialised again while its ghost is remembered was reused after all, only too
 late. Source: the ghost queue of S3-FIFO (Yang et al., SOSP 2023) and its size. Here it is shared

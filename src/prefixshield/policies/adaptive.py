@@ -1,4 +1,4 @@
-"""PrefixShield's default preset: protection that harms nobody (docs/policy.md).
+"""PrefixShield's default preset: protection that harms nobody (policy.md section 7).
 
 Charging and the promotion gate are the paper's (``policies.shield``). Reclamation is not: orphans
 go first; then the groups that owe more than the average group pay, as long as a trial on miniatures
