@@ -111,6 +111,7 @@ class AdaptiveShield(Policy):
         while self._orphans and len(self._taken) < count:
             block, _ = self._orphans.popitem(last=False)
             self._taken[block] = self.order.retention(block) or RetentionClass.PROBATIONARY
+            self.order.drop(block)
         self.orphans_evicted += len(self._taken)
         self._taken.update(self.order.take(count - len(self._taken), t))
         victims = list(self._taken)
