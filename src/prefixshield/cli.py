@@ -213,7 +213,7 @@ def experiment(
 
 @app.command()
 def worst_case(
-    evaluations: Annotated[int, typer.Option(min=1, help="Workloads to evaluate.")] = 400,
+    evaluations: Annotated[int, typer.Option(min=1, help="Workloads to evaluate.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder to write into.")] = Path(
         "results/worst-case"

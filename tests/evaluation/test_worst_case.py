@@ -148,7 +148,10 @@ def test_a_search_follows_from_its_seed_on_any_number_of_processes(monkeypatch):
     assert len(one.history) == 17
     assert [found.island for found in one.history[:4]] == [0, 1, 2, 3]
     assert {found.generation for found in one.history} == {0, 1}
-    for island, best in enumerate(one.best):
+    *islands, to_better = one.best
+    most = max(found.figures.loss_to_better for found in one.history)
+    assert to_better.figures.loss_to_better == most
+    for island, best in enumerate(islands):
         losses = [found.figures.loss for found in one.history if found.island == island]
         assert best.figures.loss == max(losses)
 
@@ -177,6 +180,10 @@ def test_the_command_writes_what_it_found(tmp_path):
     assert len(rows) == best["evaluations"] == 5
     text = (tmp_path / "w/summary.md").read_text()
     assert "`prefixshield worst-case --evaluations 5 --seed 0 --accesses 300`" in text
+    most = max(float(row["loss_to_better"]) for row in rows)
+    assert best["to_better"]["figures"]["loss_to_better"] == pytest.approx(most, abs=1e-4)
+    assert "## Largest loss to the better of both" in text
+    assert len(best["islands"]) == 4
     for island in best["islands"]:
         assert f"## Island {island['island']}" in text
         own = [float(row["loss"]) for row in rows if row["island"] == str(island["island"])]

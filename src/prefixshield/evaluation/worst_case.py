@@ -473,9 +473,9 @@ class Found:
     history: list[Evaluation]
     """In the order of the search."""
     best: list[Evaluation]
-    """Of each island."""
+    """Of each island, and after them the one that loses most to the better of both baselines."""
     examined: list[dict[str, Any]]
-    """What ``examine`` says of each island's best."""
+    """What ``examine`` says of each of them."""
 
 
 def search(
@@ -524,6 +524,7 @@ def search(
                     del group[PARENTS:]
                 generation += 1
             best = [group[0] for group in parents]
+            best.append(max(history, key=lambda one: one.figures.loss_to_better))
             look = partial(examine, accesses=accesses)
             examined = list(pool.map(look, [one.genome for one in best]))
         except BrokenProcessPool:
@@ -557,12 +558,15 @@ def write(found: Found, folder: Path) -> list[Path]:
         }
         for one, examined in zip(found.best, found.examined, strict=True)
     ]
+    to_better = islands.pop()
     head = {
         "seed": found.seed,
         "evaluations": len(found.history),
         "accesses": found.accesses,
     }
-    paths[0].write_text(json.dumps({**head, "islands": islands}, indent=1) + "\n", "utf-8")
+    paths[0].write_text(
+        json.dumps(head | {"islands": islands, "to_better": to_better}, indent=1) + "\n", "utf-8"
+    )
     with paths[1].open("w", encoding="utf-8", newline="") as file:
         rows = [
             {
@@ -616,7 +620,18 @@ def summary(found: Found) -> str:
         "",
     ]
     for island in order:
+        text += [f"## Island {island}", ""]
         text += _describe(found.best[island], found.examined[island], found.accesses)
+    lru, s3fifo, default, loss, to_better = _cells(found.best[-1].figures)
+    text += [
+        "## Largest loss to the better of both",
+        "",
+        f"Met on the way, not searched for: LRU {lru}, S3-FIFO {s3fifo}, default {default}, "
+        f"{to_better} less than the better, {loss} less than LRU; on fresh seeds "
+        f"{_fresh(found.examined[-1]['fresh_seeds'], 'loss_to_better')} less than the better.",
+        "",
+        *_describe(found.best[-1], found.examined[-1], found.accesses),
+    ]
     return "\n".join(text)
 
 
@@ -643,8 +658,8 @@ def _losses(found: Found) -> str:
     )
 
 
-def _fresh(seeds: Sequence[dict[str, float]]) -> str:
-    losses = [one["loss"] for one in seeds]
+def _fresh(seeds: Sequence[dict[str, float]], what: str = "loss") -> str:
+    losses = [one[what] for one in seeds]
     return f"{sum(losses) / len(losses):.2f} ({min(losses):.2f} to {max(losses):.2f})"
 
 
@@ -655,8 +670,6 @@ def _describe(one: Evaluation, examined: dict[str, Any], accesses: int) -> list[
     scales = examined["refill_scales"]
     rules = examined["fixed_rules"]
     return [
-        f"## Island {one.island}",
-        "",
         f"A pool of {' and '.join(map(str, blocks))} blocks ({genome.pool_share:.1%} of the unique "
         f"ones, but at least {LEAST_POOL_BLOCKS}), {genome.blocks_per_s:g} blocks per second, "
         f"refill rates times {genome.refill_scale:g}.",
