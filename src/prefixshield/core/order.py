@@ -1,4 +1,4 @@
-"""The default preset's order of reclamation (policy.md section 7), for a pool and for its miniatures.
+"""The default preset's order of reclamation (policy.md section 7), for pools and miniatures.
 
 Two segments, unproven and proven blocks, each in native order (segmented LRU: Karedla, Love and
 Wherry, "Caching strategies to improve disk system performance", IEEE Computer 1994), with the

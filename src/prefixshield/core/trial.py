@@ -3,8 +3,8 @@
 Each miniature serves a sample of the block accesses, chosen by hash, in proportion fewer blocks
 (Waldspurger et al., "Cache modeling and optimization using miniature simulations", USENIX ATC
 2017), under one rule: a proven share, with debts called in or not. What the pool then does follows
-from two questions (policy.md section 7): would calling in debts have served more, and which proven share
-would have served most?
+from two questions (policy.md section 7): would calling in debts have served more, and which proven
+share would have served most?
 """
 
 from __future__ import annotations

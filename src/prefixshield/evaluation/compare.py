@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +21,7 @@ from rich.table import Table
 
 from prefixshield.config import Config
 from prefixshield.errors import PrefixShieldError
+from prefixshield.evaluation.workers import end_with_the_command
 from prefixshield.policies import POLICIES
 from prefixshield.policies.lru import Lru
 from prefixshield.policies.never_hit_first import NeverHitFirst
@@ -320,7 +320,7 @@ def _replay_all(
     pool = ProcessPoolExecutor(
         max(1, min(processes, len(plan))),
         multiprocessing.get_context("spawn"),
-        initializer=_die_at_once_on_ctrl_c,
+        initializer=end_with_the_command,
     )
     try:
         futures = [pool.submit(_replay, config, job) for job in plan]
@@ -335,10 +335,6 @@ def _replay_all(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _die_at_once_on_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _replay(config: Config, job: _Job) -> ReplayResult:

@@ -24,10 +24,10 @@ from typing import Any
 
 from prefixshield.config import paper_config
 from prefixshield.errors import PrefixShieldError
-from prefixshield.evaluation.compare import _die_at_once_on_ctrl_c
 from prefixshield.evaluation.experiments import DEFAULT_BLOCKS, make_workload
 from prefixshield.evaluation.results import provenance, replace_files
 from prefixshield.evaluation.variations import ABLATIONS, CONSTANTS, UNCHANGED, varied
+from prefixshield.evaluation.workers import end_with_the_command
 from prefixshield.sim.replay import Replay, Tally, replay_policy
 from prefixshield.traces import TraceRequest, Workload, read_trace
 from prefixshield.traces.arrivals import mix, read_arrivals
@@ -423,7 +423,7 @@ def replay_all(
     pool = ProcessPoolExecutor(
         max(1, min(processes, len(jobs))),
         multiprocessing.get_context("spawn"),
-        initializer=_die_at_once_on_ctrl_c,
+        initializer=end_with_the_command,
     )
     try:
         futures = [pool.submit(measure, job) for job in jobs]

@@ -28,6 +28,7 @@ from prefixshield.evaluation.overhead import run_overhead
 from prefixshield.evaluation.profiles import PROFILES, CostModel
 from prefixshield.evaluation.results import KEYS, ResultsFolder, Row, provenance, summarise
 from prefixshield.evaluation.run import NAMED_PRESETS, Run, workload_config
+from prefixshield.evaluation.workers import end_with_the_command
 from prefixshield.sim.clairvoyant import Clairvoyant
 from prefixshield.traces import Workload
 from prefixshield.traces.pollution import DEFAULT_SHAPE, VICTIM, Load
@@ -268,7 +269,7 @@ def _mapper(jobs: int) -> Iterator[_RunAll]:
         return
     # Not forked: vLLM's imports start threads.
     spawn = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_be_quiet) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_start) as pool:
 
         def run_all(task: Callable[[Cell], Row], cells: list[Cell]) -> Iterator[Row]:
             futures = [pool.submit(task, cell) for cell in cells]
@@ -282,6 +283,7 @@ def _mapper(jobs: int) -> Iterator[_RunAll]:
         yield run_all
 
 
-def _be_quiet() -> None:
+def _start() -> None:
     """Before vLLM is imported in a process of ours: a hundred schedulers have nothing to say."""
+    end_with_the_command()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -13,7 +13,6 @@ import json
 import math
 import multiprocessing
 import random
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +28,7 @@ from prefixshield.core.order import Rule
 from prefixshield.core.trial import RULES
 from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation.markdown import table
+from prefixshield.evaluation.workers import end_with_the_command
 from prefixshield.policies import PolicySetup
 from prefixshield.policies.adaptive import AdaptiveShield
 from prefixshield.policies.base import Policy
@@ -501,7 +501,7 @@ def search(
     generation = 0
     # Spawned, not forked: a progress bar is a thread, and threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_die_at_once_on_ctrl_c) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=end_with_the_command) as pool:
         try:
             while len(history) < evaluations:
                 born = [
@@ -530,10 +530,6 @@ def search(
         except BrokenProcessPool:
             raise PrefixShieldError("a process that replayed was killed") from None
     return Found(seed, accesses, history, best, examined)
-
-
-def _die_at_once_on_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _next_generation(parents: Sequence[Evaluation], rng: random.Random) -> list[Genome]:
