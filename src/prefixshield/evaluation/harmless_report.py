@@ -37,7 +37,7 @@ ATTACK_BOUND = -0.5
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"
 
 _ABOUT = {
-    "benign": "The preset's constants were chosen on the traces and the mixtures among these inputs.",
+    "benign": "Constants of the preset were chosen on the traces and the mixtures among these.",
     "held-out": "The mixtures of ordinary traffic made from the seeds "
     f"{', '.join(map(str, HELD_OUT_SEEDS))}, on which nothing was chosen; refill scales other than "
     "1 for the first of them.",
