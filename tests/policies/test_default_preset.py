@@ -13,7 +13,7 @@ from prefixshield.core.ledger import EPSILON, Contract
 from prefixshield.core.order import Rule
 from prefixshield.core.retention import RetentionClass
 from prefixshield.policies import PolicySetup, build_policy
-from prefixshield.policies.adaptive import AdaptiveShield
+from prefixshield.policies.adaptive import CATCH_UP_BELOW, AdaptiveShield
 from prefixshield.policies.base import Access
 from prefixshield.sim.pool import SimBlockPool
 
@@ -51,6 +51,12 @@ class Life(RuleBasedStateMachine):
 
     def candidates(self):
         return {block for block in self.made if not self.pool._references[block]}
+
+    def lags(self):
+        """Whether the pool has too few proven blocks to fare like the miniature it follows."""
+        proven = sum(retention > 0 for retention in self.naive.retention.values())
+        wanted = CATCH_UP_BELOW * self.policy.trial.proven_part
+        return self.policy.order.rule.proven_share > 0 and proven / self.capacity < wanted
 
     def unreachable(self):
         cached = {(access.group, block_hash) for access, block_hash in self.made.values()}
@@ -152,7 +158,8 @@ class Life(RuleBasedStateMachine):
                 del self.made[block]
                 self.naive.drop(block)
             maker = self.ghosts.recall(access.group, block_hash)
-            self.naive.admit(block, access.group, maker not in (None, access.request_id))
+            again = maker not in (None, access.request_id)
+            self.naive.admit(block, access.group, again or self.lags())
             self.made[block] = access, block_hash
         self.settle()
 
@@ -315,7 +322,8 @@ def test_a_group_proves_nothing_for_another_one():
         pool.check()
         return len(hits), classes
 
-    policy.order._was_full = True
+    for order in (policy.order, *(one.order for one in policy.trial._miniatures)):
+        order._was_full = True
     low, normal = RetentionClass.PROBATIONARY, RetentionClass.NORMAL
     assert serve("a", ["x", "y", "z"], 1) == (0, [low] * 3)
     assert serve("b", ["x", "y", "z"], 2) == (0, [low] * 3)
@@ -342,3 +350,29 @@ def test_a_request_that_comes_back_to_its_own_blocks_proves_nothing():
         assert policy.evict(1, access) == [0]
         policy.materialise([0], ["x"], access)
         assert policy.retention_class(0) is expected
+
+
+def test_a_pool_becomes_like_the_miniature_it_follows():
+    """Its proven blocks are gone, the miniature's are not: what it admits catches up."""
+    policy = build(10)
+    pool = SimBlockPool(policy)
+
+    def serve(number, hashes):
+        access = Access("a", "gold", number, 0.0)
+        blocks, _ = pool.allocate(len(hashes), access)
+        pool.cache(blocks, "a", hashes, access)
+        pool.release(blocks[::-1])
+        return blocks
+
+    first = serve(1, [f"x{i}" for i in range(10)])
+    assert policy.trial.proven_part == 0.9
+    for block in first:
+        pool.invalidate(block)
+    policy.order._was_full = True
+    assert policy.order.proven_part == 0 and policy.order.rule.proven_share == 0.9
+    (block,) = serve(2, ["y"])
+    assert policy.retention_class(block) is RetentionClass.NORMAL
+    for number in range(3, 12):
+        serve(number, [f"z{number}"])
+    assert policy.order.proven_part >= CATCH_UP_BELOW * policy.trial.proven_part
+    assert policy.order.proven_part <= 0.9

@@ -76,6 +76,11 @@ class Order(Generic[B]):
         queue = self._queue.get(block)
         return None if queue is None else queue.retention
 
+    @property
+    def proven_part(self) -> float:
+        """Part of the capacity that proven blocks have, held ones included."""
+        return self._proven / self._capacity
+
     def admit(self, block: B, group: str, *, proven: bool) -> None:
         """A block is cached, and held; what it was before is forgotten."""
         self.drop(block)

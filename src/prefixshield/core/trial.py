@@ -96,6 +96,11 @@ class Trial:
         """The rule to follow."""
         return self._best.order.rule
 
+    @property
+    def proven_part(self) -> float:
+        """Part of the pool that proven blocks would have, had it always followed the rule."""
+        return self._best.order.proven_part
+
     def samples(self, block_hash: Hashable) -> bool:
         """Whether the miniatures see accesses to a block."""
         return crc32(repr(block_hash).encode()) < self._sampled_below

@@ -20,6 +20,10 @@ from prefixshield.core.retention import RetentionClass
 from prefixshield.core.trial import Key, Trial
 from prefixshield.policies.base import Access, Policy, PolicySetup
 
+#: Where proven blocks have less than this much of what they have in the miniature that the pool
+#: follows, what is admitted counts as proven: the pool has to become like it to fare like it.
+CATCH_UP_BELOW = 0.9
+
 
 class _Origin(NamedTuple):
     """Who materialised a block, and under which hash."""
@@ -69,7 +73,8 @@ class AdaptiveShield(Policy):
             sampled = self.trial.samples(block_hash)
             self._origin[block] = _Origin(account, request_id, access.prefix_id, key, sampled)
             maker = self.ghosts.recall(group, block_hash)
-            self.order.admit(block, group, proven=maker is not None and maker != request_id)
+            again = maker is not None and maker != request_id
+            self.order.admit(block, group, proven=again or self._lags())
             parent = None if parents is None or parents[place] is None else (group, parents[place])
             self._come_back(self._chains.add(block, key, parent))
 
@@ -148,6 +153,11 @@ class AdaptiveShield(Policy):
         for block in self._origin:
             orphan = self._chains.is_orphan(block) and block in self._candidates
             assert (block in self._orphans) == orphan, f"block {block}: {orphan=}"
+
+    def _lags(self) -> bool:
+        """Whether the pool still has to become like the miniature that it follows."""
+        wanted = CATCH_UP_BELOW * self.trial.proven_part
+        return self.order.rule.proven_share > 0 and self.order.proven_part < wanted
 
     def _lose(self, blocks: Sequence[int]) -> None:
         """Blocks that are no candidates are cached no more; what they leave behind is orphaned."""
