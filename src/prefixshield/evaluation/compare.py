@@ -6,14 +6,11 @@ work; results come in the order of the plan, whichever replay ended first.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from rich.table import Table
 
 from prefixshield.config import Config
 from prefixshield.errors import PrefixShieldError
-from prefixshield.evaluation.workers import end_with_the_command
+from prefixshield.evaluation.workers import in_parallel
 from prefixshield.policies import POLICIES
 from prefixshield.policies.lru import Lru
 from prefixshield.policies.never_hit_first import NeverHitFirst
@@ -140,7 +137,9 @@ def compare(
     _requests.cache_clear()  # the files may have changed since the last comparison
     comparisons = [_describe(trace, question, config) for trace in question.traces]
     plan = [job for one in comparisons for job in _jobs(one, question)]
-    results = dict(zip(plan, _replay_all(plan, config, processes, progress), strict=True))
+    results = dict(
+        zip(plan, in_parallel(partial(_replay, config), plan, processes, progress), strict=True)
+    )
     for one in comparisons:
         one.scores = list(_scores(one, question, results))
     return comparisons
@@ -301,40 +300,6 @@ def _scores(
                     counted = tally(blocks, policy, scale, group)
                     distance_pp = 100 * (counted.hit_ratio - better)
                     yield Score(blocks, scale, policy, group, counted, distance_pp)
-
-
-def _replay_all(
-    plan: Sequence[_Job],
-    config: Config,
-    processes: int,
-    progress: Callable[[int, int], None],
-) -> list[ReplayResult]:
-    progress(0, len(plan))
-    if processes == 1:
-        results = []
-        for job in plan:
-            results.append(_replay(config, job))
-            progress(len(results), len(plan))
-        return results
-    # Spawned, not forked: a progress bar is a thread, and threads do not survive a fork.
-    pool = ProcessPoolExecutor(
-        max(1, min(processes, len(plan))),
-        multiprocessing.get_context("spawn"),
-        initializer=end_with_the_command,
-    )
-    try:
-        futures = [pool.submit(_replay, config, job) for job in plan]
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # the first error ends it
-            progress(done, len(plan))
-        return [future.result() for future in futures]
-    except BrokenProcessPool:
-        raise PrefixShieldError(
-            "a process that replayed was killed, maybe for want of memory: "
-            "fewer processes (--jobs) need less of it"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _replay(config: Config, job: _Job) -> ReplayResult:

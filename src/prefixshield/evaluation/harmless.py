@@ -11,11 +11,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import cycle
@@ -27,7 +24,7 @@ from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation.experiments import DEFAULT_BLOCKS, make_workload
 from prefixshield.evaluation.results import provenance, replace_files
 from prefixshield.evaluation.variations import ABLATIONS, CONSTANTS, UNCHANGED, varied
-from prefixshield.evaluation.workers import end_with_the_command
+from prefixshield.evaluation.workers import in_parallel
 from prefixshield.sim.replay import Replay, Tally, replay_policy
 from prefixshield.traces import TraceRequest, Workload, read_trace
 from prefixshield.traces.arrivals import mix, read_arrivals
@@ -413,31 +410,7 @@ def replay_all(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Score]:
     """Scores in the order of the jobs, whichever replay ended first."""
-    progress(0, len(jobs))
-    if processes == 1:
-        scores = []
-        for job in jobs:
-            scores.append(measure(job))
-            progress(len(scores), len(jobs))
-        return scores
-    pool = ProcessPoolExecutor(
-        max(1, min(processes, len(jobs))),
-        multiprocessing.get_context("spawn"),
-        initializer=end_with_the_command,
-    )
-    try:
-        futures = [pool.submit(measure, job) for job in jobs]
-        for done, future in enumerate(as_completed(futures), start=1):
-            future.result()  # the first error ends it
-            progress(done, len(jobs))
-        return [future.result() for future in futures]
-    except BrokenProcessPool:
-        raise PrefixShieldError(
-            "a process that replayed was killed, maybe for want of memory: "
-            "fewer processes (--jobs) need less of it"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return in_parallel(measure, jobs, processes, progress)
 
 
 def measure(job: Job) -> Score:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prefixshield.errors import PrefixShieldError, TraceError
-from prefixshield.traces.reader import TraceRequest, _lines
+from prefixshield.traces.reader import TraceRequest, lines
 from prefixshield.traces.workload import Workload
 
 #: Columns by which the two formats are told apart; others are not used.
@@ -223,7 +223,7 @@ _PATTERNS: Mapping[str, Callable[[random.Random, float], float]] = {
 
 
 def _rows(path: Path | str) -> Iterator[_Row]:
-    for number, line in _lines(path):
+    for number, line in lines(path):
         try:
             yield _Row(number, line.decode().strip().split(","))
         except UnicodeDecodeError:

@@ -47,12 +47,12 @@ def read_trace(path: Path | str, block_size: int) -> list[TraceRequest]:
         TraceError: the file cannot be read, or a line breaks the format.
 
     """
-    requests = [_parse(path, number, line, block_size) for number, line in _lines(path)]
+    requests = [_parse(path, number, line, block_size) for number, line in lines(path)]
     requests.sort(key=lambda request: request.timestamp_ms)
     return requests
 
 
-def _lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+def lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
     """Non-empty lines with their numbers."""
     try:
         with open(path, "rb") as probe:
