@@ -22,7 +22,6 @@ MAX_CHANCES = 3
 #: Until it is first full, a pool takes what this share leaves as unproven and the rest as proven.
 FIRST_SHARE = 0.9
 
-
 #: A block is about as old as another if it was released at most this share of the pool's blocks
 #: later. Of two such blocks, that of the group that owes more goes first, called in or not.
 AS_OLD = 0.03
