@@ -28,6 +28,13 @@ class Access(NamedTuple):
     """The logical prefix that the request names; None: each block's own hash identifies it."""
 
 
+class Debt(NamedTuple):
+    """What a group owes, in blocks (policy.md section 2)."""
+
+    raw: float
+    normalised: float
+
+
 @dataclass(frozen=True, slots=True)
 class PolicySetup:
     """What a policy is built from."""
@@ -119,6 +126,18 @@ class Policy(ABC):
     def retention_class(self, block: int) -> RetentionClass | None:
         """The class of a cached block, or of one just evicted; None: the policy has no classes."""
         return None
+
+    def resident_blocks(self) -> Mapping[tuple[str, RetentionClass], int]:
+        """Cached blocks by (owner, class), held ones included; empty: the policy has no classes."""
+        return {}
+
+    def debts(self, time: float) -> Mapping[str, Debt]:
+        """What every group owes that has ever been charged, at a time of the accounting clock."""
+        return {}
+
+    def remembered(self) -> Mapping[str, int]:
+        """Blocks or prefixes that are no longer cached but remembered, by group."""
+        return {}
 
     def check(self) -> None:  # noqa: B027 - a policy may have nothing to check
         """Assert that the policy's own state is consistent. For tests: may scan everything."""
