@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import (
@@ -26,6 +27,7 @@ from pydantic import (
 from prefixshield.core.ledger import Contract
 from prefixshield.errors import ConfigError
 from prefixshield.policies import POLICIES, PRESETS
+from prefixshield.policies.static_quota import StaticQuota
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
@@ -92,6 +94,7 @@ class Config(_Section):
 
     policy: str = "shield"
     preset: str = "default"
+    mode: Literal["on", "shadow"] = "on"
     contracts: dict[Name, ContractSection] = Field(min_length=1)
     groups: dict[Name, GroupSection] = Field(min_length=1)
     default_group: Name
@@ -109,6 +112,16 @@ class Config(_Section):
     def _known_preset(cls, name: str) -> str:
         return _known(name, PRESETS)
 
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _yaml_reads_on_as_true(cls, data: Any) -> Any:
+        return "on" if data is True else data
+
+    @property
+    def admits_anybody(self) -> bool:
+        """Whether any request over HTTP can be let in."""
+        return self.allow_anonymous or any(group.keys for group in self.groups.values())
+
     def contract_table(self) -> dict[str, Contract]:
         """The contracts as the ledger takes them, by name."""
         return {
@@ -120,6 +133,9 @@ class Config(_Section):
         """The contract of a group's requests that name none; unknown groups get the default's."""
         return self.groups.get(group, self.groups[self.default_group]).contract
 
+
+#: What is wrong with a configuration that admits nobody, in a server.
+NOBODY = "groups: found no API key, expected at least one, or allow_anonymous: true"
 
 #: The paper's contracts (section IV) with no groups declared: what replay uses without a file.
 PAPER_CONTRACTS: Mapping[str, ContractSection] = {
@@ -146,14 +162,27 @@ def load_config(path: Path | str) -> Config:
             is named, one a line.
 
     """
+    return parse_config(read_config(path), path)
+
+
+def read_config(path: Path | str) -> bytes:
+    """The content of a configuration file. Raises ConfigError when it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {_reason(error)}") from None
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def parse_config(content: bytes, path: Path | str) -> Config:
+    """Validate the content of the configuration file ``path``. Raises ConfigError."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
         data = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     if not isinstance(data, dict):
@@ -238,6 +267,11 @@ def _dangling(config: Config) -> list[str]:
                 f"{place}: found {name!r}, expected one of {section}: {', '.join(known)}"
             )
 
+    if config.mode == "shadow" and config.policy == StaticQuota.name:
+        problems.append(
+            f"mode: found 'shadow', expected 'on': the policy {config.policy} refuses requests, "
+            "which it cannot do in the shadow"
+        )
     check("default_group", config.default_group, config.groups, "groups")
     for group, section in config.groups.items():
         check(f"groups.{group}.contract", section.contract, config.contracts, "contracts")
@@ -270,6 +304,7 @@ _EXPECTED: Mapping[str, str] = {
     "groups.*.keys.*.value": "a non-empty string",
     "groups.*.keys.*.env": "the name of an environment variable",
     "groups.*.keys.*.contract": "the name of a contract",
+    "mode": "one of: on, shadow",
     "default_group": "the name of a group",
     "allow_anonymous": "true or false",
     "namespace_secret": "a string, or a mapping with one of value, env",
@@ -301,11 +336,13 @@ def _describe(item: Any) -> str:
     kind = _kind_of_place(location)
     if item["type"] == "missing":
         return f"{where}: missing, expected {_EXPECTED[kind]}"
+    secret = "keys" in kind or "secret" in kind
     if item["type"] == "extra_forbidden":
         section = _SECTIONS[_kind_of_place(location[:-1])]
+        if secret:  # the name may be a key with a colon behind it
+            where = f"{'.'.join(location[:-1])}.*"
         return f"{where}: unknown key, expected one of: {_keys(section)}"
     value = item["input"]
-    secret = "keys" in kind or "secret" in kind
     found = _kind(value) if secret or isinstance(value, dict | list) else repr(value)
     return f"{where}: found {found}, expected {_EXPECTED[kind]}"
 
@@ -327,8 +364,19 @@ def _kind(value: Any) -> str:
     return names.get(type(value), f"a value of type {type(value).__name__}")
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the text around it, which may hold a key."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return "it holds a character that YAML does not allow"
+    problem = error.problem or "it is malformed"
+    if not isinstance(error, _GivenTwiceError):  # names aliases and tags by the file's own text
+        problem = re.sub(r"'[^']{2,}'", "'...'", problem)
+    mark = error.problem_mark
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+class _GivenTwiceError(yaml.constructor.ConstructorError):
+    """A key that one mapping has twice."""
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -340,7 +388,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Hashable, 
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, Hashable) or key in seen:
-            raise yaml.constructor.ConstructorError(
+            raise _GivenTwiceError(
                 None, None, f"the key {key!r} is given twice", key_node.start_mark
             )
         seen.add(key)

@@ -49,9 +49,10 @@ def shield_manager(
     contracts: dict[str, Contract],
     groups: Sequence[str],
     clock,
+    preset: str = "paper",
 ) -> PolicyDriver:
     """Take a native manager over, as the scheduler does."""
-    setup = PolicySetup(manager.block_pool.num_gpu_blocks, contracts, groups, "paper")
+    setup = PolicySetup(manager.block_pool.num_gpu_blocks, contracts, groups, preset)
     default = Identity(groups[0], next(iter(contracts)))
     driver = PolicyDriver(build_policy(policy, setup), default, clock)
     take_over(manager, driver)
@@ -160,7 +161,7 @@ def assert_pool_is_sound(manager: KVCacheManager) -> None:
         assert driver.policy.candidate_count == len(candidates)
         driver.policy.check()
     hashed = [block_id for block_id in free if pool.blocks[block_id].block_hash is not None]
-    if driver.policy.keeps_invalidated:
+    if driver.policy.keeps_invalidated or driver.shadow:
         assert set(hashed) <= set(candidates)
     else:
         assert hashed == candidates

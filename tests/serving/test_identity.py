@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from prefixshield.config import Config, load_config
 from prefixshield.errors import ConfigError, IncompatibleEngineError
 from prefixshield.serving.bodies import InvalidBody, request_tag, rewrite
-from prefixshield.serving.identity import IdentityMiddleware, admission
+from prefixshield.serving.identity import IdentityMiddleware, live_config
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
 from prefixshield.serving.wiring import CONFIG_KEY, SCHEDULER, config_path
@@ -824,23 +824,23 @@ def test_what_is_refused_at_the_start(
 
 def test_the_rust_front_end_is_refused(config: Path) -> None:
     with pytest.raises(IncompatibleEngineError, match="VLLM_USE_RUST_FRONTEND"):
-        admission(state_of(config), {"VLLM_USE_RUST_FRONTEND": "1"})
-    admission(state_of(config), {"VLLM_USE_RUST_FRONTEND": "0"})
+        live_config(state_of(config), {"VLLM_USE_RUST_FRONTEND": "1"})
+    live_config(state_of(config), {"VLLM_USE_RUST_FRONTEND": "0"})
 
 
 def test_keys_must_also_be_in_vllms_own_list(config: Path) -> None:
     keys = ["alpha-key", "alpha-critical-key", "ключ", "beta-key"]
-    admission(state_of(config, api_key=[*keys, "unused"]), {"VLLM_API_KEY": "ignored"})
-    admission(state_of(config, api_key=[""]), {"VLLM_API_KEY": "also dropped by vLLM"})
+    live_config(state_of(config, api_key=[*keys, "unused"]), {"VLLM_API_KEY": "ignored"})
+    live_config(state_of(config, api_key=[""]), {"VLLM_API_KEY": "also dropped by vLLM"})
     with pytest.raises(IncompatibleEngineError, match="3 of 4 are missing"):
-        admission(state_of(config), {"VLLM_API_KEY": "alpha-key"})
+        live_config(state_of(config), {"VLLM_API_KEY": "alpha-key"})
 
 
 def test_vllms_own_list_contradicts_anonymous_requests(config: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "shield.yaml", CONFIG + "allow_anonymous: true\n")
     keys = ["alpha-key", "alpha-critical-key", "ключ", "beta-key"]
     with pytest.raises(IncompatibleEngineError, match="allow_anonymous"):
-        admission(state_of(path, api_key=keys), {})
+        live_config(state_of(path, api_key=keys), {})
 
 
 def test_a_configuration_that_lets_nobody_in(tmp_path: Path) -> None:
@@ -850,7 +850,7 @@ def test_a_configuration_that_lets_nobody_in(tmp_path: Path) -> None:
         "default_group: g\n",
     )
     with pytest.raises(ConfigError, match="no API key"):
-        admission(state_of(path), {})
+        live_config(state_of(path), {})
 
 
 def test_an_application_without_vllms_state_fails_closed() -> None:

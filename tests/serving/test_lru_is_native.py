@@ -1,4 +1,4 @@
-"""LRU through the plug-in against the unmodified vLLM pool, block for block."""
+"""LRU, and any policy in shadow mode, against the unmodified vLLM pool, block for block."""
 
 import pytest
 
@@ -37,12 +37,16 @@ operations = st.lists(
 class Side:
     """One manager driven by operations; ``log`` holds everything that can be seen of it."""
 
-    def __init__(self, policy, sliding_window):
+    def __init__(self, policy, sliding_window, shadow_of=None):
+        """``shadow_of``: the preset of a policy that only accounts."""
         self.manager = make_manager(BLOCKS, sliding_window=sliding_window)
         self.policy = policy
         if policy is not None:
             contracts = {"c": Contract(1.0, 1.0)}
-            shield_manager(self.manager, policy, contracts, ["a", "b"], lambda: 0.0)
+            driver = shield_manager(
+                self.manager, policy, contracts, ["a", "b"], lambda: 0.0, shadow_of or "paper"
+            )
+            driver.shadow = shadow_of is not None
         self.running = []
         self.pinned = []
         self.log = []
@@ -109,3 +113,17 @@ def test_same_blocks_in_the_same_order(script, sliding_window):
         ours.apply(operation)
         assert ours.log == native.log
     assert not ours.manager.block_pool.driver.failed
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations, st.sampled_from([None, 8]), st.sampled_from(["default", "paper"]))
+def test_the_same_in_shadow_mode(script, sliding_window, preset):
+    native = Side(None, sliding_window)
+    ours = Side("shield", sliding_window, shadow_of=preset)
+    for operation in script:
+        native.apply(operation)
+        ours.apply(operation)
+        assert ours.log == native.log
+    driver = ours.manager.block_pool.driver
+    assert not driver.failed
+    assert driver.counts["fallbacks",] == 0

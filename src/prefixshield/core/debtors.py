@@ -36,6 +36,13 @@ class Debtors:
             self._heap = [(-time, name) for name, time in self._entered.items()]
             heapify(self._heap)
 
+    def enter_all(self, t: float) -> None:
+        """Rank every group anew: the ledger's contracts have changed. O(groups log groups)."""
+        self._heap.clear()
+        self._entered.clear()
+        for group in self._ledger.groups():
+            self.enter(group, t)
+
     def largest(self, t: float) -> tuple[str, float] | None:
         """The group with the largest normalised debt at ``t`` and that debt; None: nobody owes."""
         heap = self._heap

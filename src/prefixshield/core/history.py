@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 
 
 class AdmissionHistory:
@@ -31,6 +31,14 @@ class AdmissionHistory:
             if len(entries) > self._limit:
                 entries.popitem(last=False)
         return known
+
+    def divide(self, groups: Container[str], entries_per_group: int) -> None:
+        """Other groups and bounds: forgets what is over a bound, and groups that are gone."""
+        self._limit = max(1, entries_per_group)
+        self._groups = {name: held for name, held in self._groups.items() if name in groups}
+        for entries in self._groups.values():
+            while len(entries) > self._limit:
+                entries.popitem(last=False)
 
     def size(self, group: str) -> int:
         """Number of identifiers remembered for a group."""

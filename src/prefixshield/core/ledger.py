@@ -9,8 +9,8 @@ balance has no lower bound, and a bucket seen for the first time is full.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from heapq import heappop, heappush
+from collections.abc import Container, Iterable, Mapping
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 #: Debts up to this many blocks count as cleared, and debts closer than this count as equal:
@@ -55,6 +55,13 @@ class Account:
         self.full_at = max(self.full_at, t) + blocks / self.refill_rate
         self.clears_at = self.full_at - self.burst / self.refill_rate
 
+    def change(self, terms: Contract, weight: float, t: float) -> None:
+        """Go on under other terms from ``t``: B(t) stays, capped at the burst. By the ledger."""
+        missing = terms.burst - min(self.balance(t), terms.burst)
+        self.refill_rate, self.burst, self.weight = terms.refill_rate, terms.burst, weight
+        self.full_at = t + missing / terms.refill_rate if missing else -math.inf
+        self.clears_at = self.full_at - terms.burst / terms.refill_rate
+
     def balance(self, t: float) -> float:
         """Effective balance in blocks at accounting time ``t``; negative when in debt."""
         if self.full_at <= t:
@@ -76,7 +83,7 @@ class Ledger:
     def __init__(self, contracts: Mapping[str, Contract]) -> None:
         self._contracts = dict(contracts)
         self.lowest_rate = min(terms.refill_rate for terms in contracts.values())
-        """ρ_min in blocks per second."""
+        """ρ_min in blocks per second, of the contracts that are configured."""
         self._accounts: dict[tuple[str, str], Account] = {}
         self._of_group: dict[str, list[Account]] = {}
         # The accounts in debt, as a heap of (clearance or earlier, group, contract), and
@@ -85,6 +92,39 @@ class Ledger:
         self._clearances = 0.0
         self.time = -math.inf
         """The latest accounting time seen."""
+
+    def reconfigure(
+        self, contracts: Mapping[str, Contract], groups: Container[str], t: float
+    ) -> None:
+        """Other terms from ``t`` on: balances stay, capped at the new burst.
+
+        A contract that is gone keeps its terms for those who are still under it; a group that is
+        gone keeps its accounts that owe. Clearance times change: whoever has ranked groups by them
+        must do so anew. O(accounts).
+        """
+        t = self.now(t)
+        kept = {
+            key: account
+            for key, account in self._accounts.items()
+            if account.group in groups or account.clears_at > t
+        }
+        self._accounts = kept
+        self._of_group = {}
+        for account in kept.values():
+            self._of_group.setdefault(account.group, []).append(account)
+        self._contracts.update(contracts)
+        self.lowest_rate = min(terms.refill_rate for terms in contracts.values())
+        for account in kept.values():
+            terms = self._contracts[account.contract]
+            account.change(terms, terms.refill_rate / self.lowest_rate, t)
+        owing = [account for account in kept.values() if account.clears_at > t]
+        self._owing = [(account.clears_at, account.group, account.contract) for account in owing]
+        heapify(self._owing)
+        self._clearances = sum(account.clears_at for account in owing)
+
+    def groups(self) -> Iterable[str]:
+        """The groups that have an account."""
+        return self._of_group.keys()
 
     def now(self, t: float) -> float:
         """The accounting time for a caller's clock reading ``t``."""

@@ -134,6 +134,14 @@ class Order(Generic[B]):
         """A group's debt may have grown."""
         self._debtors.enter(group, t)
 
+    def debts_changed(self, t: float) -> None:
+        """The ledger's contracts are others: every group's debt is ranked anew."""
+        self._debtors.enter_all(t)
+
+    def mark_full(self) -> None:
+        """The pool has been full."""
+        self._was_full = True
+
     def largest_debt(self, t: float) -> float:
         """The largest normalised debt of a group that has a candidate, in blocks."""
         largest = self._debtors.largest(t)

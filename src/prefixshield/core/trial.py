@@ -111,6 +111,11 @@ class Trial:
             if miniature.order.rule.calls_in_debts:
                 miniature.order.charged(group, t)
 
+    def debts_changed(self, t: float) -> None:
+        """The ledger's contracts are others."""
+        for miniature in self._miniatures:
+            miniature.order.debts_changed(t)
+
     def serve(self, keys: Sequence[Key], accesses: int, t: float, discount: float) -> None:
         """A request has used blocks of one group, all in prefix order.
 

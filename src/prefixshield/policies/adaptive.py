@@ -9,12 +9,12 @@ that protects what was reused, whichever the trial finds to serve most.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prefixshield.core.chains import Chains
 from prefixshield.core.ghosts import Ghosts
-from prefixshield.core.ledger import EPSILON, Account, Ledger
+from prefixshield.core.ledger import EPSILON, Account, Contract, Ledger
 from prefixshield.core.order import Order
 from prefixshield.core.retention import RetentionClass
 from prefixshield.core.trial import Key, Trial
@@ -131,6 +131,21 @@ class AdaptiveShield(Policy):
     def forget(self, block: int) -> None:
         self.hold([block])
         self._lose([block])
+
+    def evicted(self, blocks: Sequence[int]) -> None:
+        self.order.mark_full()
+        for block in blocks:
+            if self.order.retention(block) is RetentionClass.PROBATIONARY:
+                origin = self._origin[block]
+                self.ghosts.remember(*origin.key, origin.request_id)
+            self.forget(block)
+
+    def reconfigure(
+        self, contracts: Mapping[str, Contract], groups: Sequence[str], time: float
+    ) -> None:
+        self.ledger.reconfigure(contracts, groups, time)
+        self.order.debts_changed(self.ledger.time)
+        self.trial.debts_changed(self.ledger.time)
 
     def reset(self) -> None:
         self.order.clear()

@@ -118,6 +118,20 @@ class Policy(ABC):
     def reset(self) -> None:
         """The cache was emptied: no block is cached. Debts stay."""
 
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """Candidates were evicted by somebody else's choice, the first one first."""
+        for block in blocks:
+            self.forget(block)
+
+    def reconfigure(  # noqa: B027 - a policy may not care
+        self, contracts: Mapping[str, Contract], groups: Sequence[str], time: float
+    ) -> None:
+        """Contracts and groups are others from ``time`` on. Balances, blocks and classes stay.
+
+        Requests of a group or under a contract that is gone may still come, and are served as
+        before. The groups of a policy that divides the pool never change.
+        """
+
     @property
     @abstractmethod
     def candidate_count(self) -> int:

@@ -8,13 +8,13 @@ over candidates (same victims). This is preset ``paper``; ``policies.adaptive`` 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 from prefixshield.core.debtors import Collection, Debtors
 from prefixshield.core.history import AdmissionHistory
-from prefixshield.core.ledger import EPSILON, Account, Ledger
+from prefixshield.core.ledger import EPSILON, Account, Contract, Ledger
 from prefixshield.core.queues import CandidateQueues, Queue
 from prefixshield.core.retention import RetentionClass
 from prefixshield.policies.base import Access, Policy, PolicySetup
@@ -39,9 +39,9 @@ class Shield(Policy):
 
     def __init__(self, setup: PolicySetup) -> None:
         super().__init__(setup)
-        shares = max(1, len(setup.groups))
+        self._history_prefixes = HISTORY_PREFIXES_PER_BLOCK * setup.usable_blocks
         self.ledger = Ledger(setup.contracts)
-        self.history = AdmissionHistory(HISTORY_PREFIXES_PER_BLOCK * setup.usable_blocks // shares)
+        self.history = AdmissionHistory(self._history_prefixes // max(1, len(setup.groups)))
         self._queues = CandidateQueues[int]()
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
         # Per block: who made it, and the queue of its owner and class; None: never cached.
@@ -122,6 +122,13 @@ class Shield(Policy):
 
     def reset(self) -> None:
         self._queues.clear()
+
+    def reconfigure(
+        self, contracts: Mapping[str, Contract], groups: Sequence[str], time: float
+    ) -> None:
+        self.ledger.reconfigure(contracts, groups, time)
+        self.history.divide(groups, self._history_prefixes // max(1, len(groups)))
+        self._debtors.enter_all(self.ledger.time)
 
     @property
     def candidate_count(self) -> int:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
+from prefixshield.core.ledger import Contract
 from prefixshield.core.shares import Shares
 from prefixshield.policies.base import Access, Policy
 from prefixshield.serving.namespace import Identity
@@ -38,6 +39,8 @@ class PolicyDriver:
         """Who pays for what no request is known to have caused."""
         self.failed = False
         """Whether the policy has failed and eviction is in native order."""
+        self.shadow = False
+        """Whether the policy only accounts: eviction is in native order, and it is told."""
         self.current: Access | None = None
         """The request that vLLM is allocating for; None outside an allocation."""
         self.proves_reuse = False
@@ -104,7 +107,7 @@ class PolicyDriver:
     def invalidated(self, block: int) -> bool:
         """A free cached block lost its content; returns whether it should be handed out at once."""
         self.owner[block] = None
-        if not self.is_candidate[block] or self.policy.keeps_invalidated:
+        if not self.is_candidate[block] or self.policy.keeps_invalidated or self.shadow:
             return False
         self._unmark([block])
         if self.shares is not None:
@@ -129,7 +132,7 @@ class PolicyDriver:
         """``count`` victims among the candidates, in order; None: take them in native order."""
         if count == 0:
             return ()
-        if self.failed:
+        if self.failed or self.shadow:
             return None
         access = self.current or self.access(self.default)
         victims = self._guarded(self.policy.evict, count, access)
@@ -147,8 +150,10 @@ class PolicyDriver:
 
     def taken_in_native_order(self, blocks: Sequence[int]) -> None:
         """Blocks left the free queue without the policy's choice."""
-        self.counts["fallbacks",] += 1
-        self._unmark([block for block in blocks if self.is_candidate[block]])
+        candidates = [block for block in blocks if self.is_candidate[block]]
+        self._unmark(candidates)
+        self._guarded(self.policy.evicted, candidates)
+        self.counts["fallbacks",] += self.failed
 
     def evicted(self, blocks: Sequence[int]) -> None:
         """Cached blocks are handed out, whoever chose them; counts who lost and who caused it."""
@@ -165,6 +170,15 @@ class PolicyDriver:
         if self.shares is not None:
             self.shares.clear()
         self._guarded(self.policy.reset)
+
+    def reconfigure(
+        self, contracts: Mapping[str, Contract], groups: Sequence[str], default: Identity
+    ) -> None:
+        """The configuration has changed; a policy that has failed is told as well."""
+        self.default = default
+        failed, self.failed = self.failed, False
+        self._guarded(self.policy.reconfigure, contracts, groups, self.clock())
+        self.failed |= failed
 
     def _allocating_group(self) -> str:
         return self.current.group if self.current else self.default.group

@@ -13,20 +13,24 @@ of it. It fails closed: until it has read its configuration, all requests are an
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prefixshield.config import Config, encode_secret, load_config, resolve_keys
+from prefixshield.config import NOBODY, Config, encode_secret
 from prefixshield.errors import ConfigError, IncompatibleEngineError, PrefixShieldError
 from prefixshield.serving.bodies import InvalidBody, clean, request_tag, rewrite
 from prefixshield.serving.namespace import Identity, Namespaces
+from prefixshield.serving.reload import LiveConfig, Tenants
 from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
 from prefixshield.serving.wiring import SCHEDULER, config_path
 
@@ -79,11 +83,16 @@ class KeyRing:
 
 @dataclass(frozen=True)
 class Admission:
-    """What is known once the server starts: who may enter, and under which name."""
+    """What a version of the configuration says: who may enter, and under which name."""
 
     config: Config
     keys: KeyRing
     namespaces: Namespaces
+
+    @classmethod
+    def of(cls, tenants: Tenants) -> Admission:
+        """The same with every key as its digest."""
+        return cls(tenants.config, KeyRing(tenants.keys), tenants.namespaces)
 
     def identify(self, headers: Headers) -> tuple[Identity, bytes | None]:
         """Who sends a request, and the key that says so (None: nobody, which is allowed)."""
@@ -106,7 +115,8 @@ class IdentityMiddleware:
 
     def __init__(self, app: Application) -> None:
         self._app = app
-        self._admission: Admission | None = None
+        self._live: LiveConfig | None = None
+        self._in_force: tuple[Tenants, Admission] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
@@ -121,7 +131,8 @@ class IdentityMiddleware:
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._admission = admission(scope["app"].state, os.environ)
+            self._live = live_config(scope["app"].state, os.environ)
+            self._live.watch()
         except Exception as error:
             # To raise would not do: uvicorn takes that for a lack of lifespan support, and serves.
             if not isinstance(error, PrefixShieldError):
@@ -130,7 +141,19 @@ class IdentityMiddleware:
             message = f"PrefixShield does not start: {error}"
             await send({"type": "lifespan.startup.failed", "message": message})
             return
+        with suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._live.look, True)
         await self._app(scope, receive, send)
+
+    @property
+    def _admission(self) -> Admission | None:
+        """By the version of the configuration that is in force; None: before the start."""
+        if self._live is None:
+            return None
+        tenants = self._live.current
+        if self._in_force is None or self._in_force[0] is not tenants:
+            self._in_force = tenants, Admission.of(tenants)
+        return self._in_force[1]
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -150,7 +173,8 @@ class IdentityMiddleware:
             ClientGone: the client left before its body was here.
 
         """
-        if self._admission is None:
+        admission = self._admission
+        if admission is None:
             raise Refusal(503, "The server is not ready.")
         if _is_preflight(scope):
             return scope, receive
@@ -161,13 +185,13 @@ class IdentityMiddleware:
             raise Refusal(403, f"{request} is not served: {refusal_reason(path)}.")
         if access is Access.OPEN:
             return {**scope, "headers": _harmless(scope["headers"])}, receive
-        identity, key = self._admission.identify(scope["headers"])
-        namespaces = self._admission.namespaces
+        identity, key = admission.identify(scope["headers"])
+        namespaces = admission.namespaces
         headers = _attributed(scope["headers"], key, request_tag(identity, namespaces))
         if access is Access.KEYED:
             return {**scope, "headers": headers}, receive
         _require_json(headers)
-        body = await _read(receive, headers, self._admission.config.max_body_bytes)
+        body = await _read(receive, headers, admission.config.max_body_bytes)
         try:
             if access is Access.REWRITTEN:
                 body = rewrite(body, path, identity, namespaces)
@@ -181,7 +205,7 @@ class IdentityMiddleware:
 # Starting
 
 
-def admission(state: Any, environ: Mapping[str, str]) -> Admission:
+def live_config(state: Any, environ: Mapping[str, str]) -> LiveConfig:
     """Read the configuration, and check that the server is set up as the middleware needs.
 
     Raises:
@@ -191,11 +215,12 @@ def admission(state: Any, environ: Mapping[str, str]) -> Admission:
     """
     vllm_config, args = state.vllm_config, state.args
     path = config_path(vllm_config)
-    config = load_config(path)
-    keys = resolve_keys(config, path)
+    live = LiveConfig(path)
+    config, keys, _ = live.current
     _check_scheduler(vllm_config.scheduler_config.scheduler_cls)
     _check_front_ends(args, environ)
-    _check_keys(config, keys, path)
+    if not config.admits_anybody:
+        raise ConfigError(f"{path}: {NOBODY}")
     _check_own_authentication(config, keys, path, args, environ)
     _logger.info(
         "PrefixShield: every request gets an identity (%s: %d groups, %d API keys, anonymous %s)",
@@ -204,7 +229,7 @@ def admission(state: Any, environ: Mapping[str, str]) -> Admission:
         len(keys),
         f"as {config.default_group}" if config.allow_anonymous else "refused",
     )
-    return Admission(config, KeyRing(keys), Namespaces.of(config, path))
+    return live
 
 
 def _check_scheduler(scheduler: Any) -> None:
@@ -230,13 +255,6 @@ def _check_front_ends(args: Any, environ: Mapping[str, str]) -> None:
                 f"{option}: found in use, expected not: "
                 "requests of that front end do not pass the identity middleware"
             )
-
-
-def _check_keys(config: Config, keys: Mapping[str, Any], path: Path) -> None:
-    if not keys and not config.allow_anonymous:
-        raise ConfigError(
-            f"{path}: groups: found no API key, expected at least one, or allow_anonymous: true"
-        )
 
 
 def _check_own_authentication(

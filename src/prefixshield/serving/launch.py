@@ -41,7 +41,8 @@ def serve_command(model: str, config: Path, options: Sequence[str]) -> list[str]
         name = option.partition("=")[0].replace("_", "-")
         if name in _REFUSED:
             raise IncompatibleEngineError(f"{name}: not with prefixshield serve: {_REFUSED[name]}")
-    additional[CONFIG_KEY] = str(config.resolve())
+    # Not through links: a mounted configuration is replaced by pointing a link elsewhere.
+    additional[CONFIG_KEY] = str(config.absolute())
     wiring = [
         f"--scheduler-cls={SCHEDULER}",
         f"--middleware={MIDDLEWARE}",

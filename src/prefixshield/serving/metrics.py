@@ -57,6 +57,11 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
         ("group",),
         "Requests failed at once because they can never fit their group's share.",
     ),
+    "reloads": (
+        "prefixshield_reloads",
+        ("outcome",),
+        "Versions of the configuration file read while running: accepted or refused.",
+    ),
     "fallbacks": (
         "prefixshield_fallbacks",
         (),

@@ -31,7 +31,8 @@ class Namespaces:
     """Translates identities to tokens and back.
 
     All contracts of a group share its namespace: the token of a key with another contract than
-    the group's own is turned into the group's own by the scheduler, before it is hashed.
+    the group's own is turned into the group's own by the scheduler, before it is hashed. The
+    group's own does not name the contract, so a group whose contract changes keeps its cache.
     """
 
     def __init__(self, config: Config, secret: bytes) -> None:
@@ -39,8 +40,10 @@ class Namespaces:
         self.default = Identity(config.default_group, config.groups[config.default_group].contract)
         self._own_contract = {name: group.contract for name, group in config.groups.items()}
         self._heads = {
-            Identity(group, contract): self._digest("identity", group, contract)
-            for group in config.groups
+            Identity(group, contract): self._digest("group", group)
+            if contract == own
+            else self._digest("identity", group, contract)
+            for group, own in self._own_contract.items()
             for contract in config.contracts
         }
         self._identities = {head: identity for identity, head in self._heads.items()}
@@ -59,6 +62,10 @@ class Namespaces:
         Raises KeyError for a group or contract that is not configured.
         """
         return f"{self._heads[identity]}.{self._digest('salt', identity.group, client_salt)}"
+
+    def knows(self, cache_salt: str | None) -> bool:
+        """Whether a salt names a configured identity, or is none."""
+        return cache_salt is None or cache_salt.partition(".")[0] in self._identities
 
     def read(self, cache_salt: str | None) -> tuple[Identity, str | None]:
         """The identity behind a salt, and the salt to hash instead (the group's namespace).

@@ -21,15 +21,15 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from prefixshield import __version__
-from prefixshield.config import load_config
 from prefixshield.errors import IncompatibleEngineError
 from prefixshield.policies import PolicySetup, build_policy
 from prefixshield.serving import hooks
 from prefixshield.serving.admission import Admission
 from prefixshield.serving.driver import PolicyDriver
 from prefixshield.serving.metrics import encode
-from prefixshield.serving.namespace import Namespaces
+from prefixshield.serving.namespace import Identity
 from prefixshield.serving.pool import Tag, tag, take_over
+from prefixshield.serving.reload import LiveConfig
 from prefixshield.serving.wiring import PREFIX_ID_KEY, config_path
 
 _log = init_logger("vllm.prefixshield")
@@ -65,7 +65,9 @@ class _Shielding(Scheduler):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         path = config_path(vllm_config)
-        config = load_config(path)
+        self._live = LiveConfig(path)
+        self._tenants = self._live.current
+        config = self._tenants.config
         super().__init__(vllm_config, *args, **kwargs)
         coordinator = self.kv_cache_manager.coordinator
         supported = (UnitaryKVCacheCoordinator, HybridKVCacheCoordinator)
@@ -75,7 +77,6 @@ class _Shielding(Scheduler):
                 f"{' with Mamba layers' if self.has_mamba_layers else ''}, "
                 "expected attention layers (full, sliding window or both)"
             )
-        self._namespaces = Namespaces.of(config, path)
         blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         policy = build_policy(
             config.policy,
@@ -87,17 +88,19 @@ class _Shielding(Scheduler):
                 reserved_blocks=1,  # vLLM's null block
             ),
         )
-        self.driver = PolicyDriver(policy, self._namespaces.default)
+        self.driver = PolicyDriver(policy, self._tenants.namespaces.default)
+        self.driver.shadow = config.mode == "shadow"
         self._sent: Counter[tuple[str, ...]] = Counter()
         shares = self.driver.shares
         self._admission = None if shares is None else Admission(self, self.driver, shares)
         take_over(self.kv_cache_manager, self.driver)
         _log.info(
-            "PrefixShield %s is active: policy %s, preset %s, %d groups, %d contracts, "
+            "PrefixShield %s is active: policy %s, preset %s, mode %s, %d groups, %d contracts, "
             "%d blocks, %s, vLLM %s, configuration %s",
             __version__,
             config.policy,
             config.preset,
+            config.mode,
             len(config.groups),
             len(config.contracts),
             blocks,
@@ -105,11 +108,13 @@ class _Shielding(Scheduler):
             hooks.installed_vllm()[1],
             path,
         )
+        self._live.watch()
         if shares is not None:
             _log.info("PrefixShield: the share of each group is %d blocks", shares.share_blocks)
 
     def add_request(self, request: Request) -> None:
-        identity, salt = self._namespaces.read(request.cache_salt)
+        self._follow()
+        identity, salt = self._read(request.cache_salt)
         if salt != request.cache_salt:
             # A key with a contract other than its group's own: same namespace, so same hashes.
             request.cache_salt = salt
@@ -129,6 +134,22 @@ class _Shielding(Scheduler):
             # vLLM's own list of requests that the next step's outputs fail.
             self.encoder_cache_mismatch_reqs.add(request.request_id)
 
+    def _read(self, salt: str | None) -> tuple[Identity, str | None]:
+        """The identity behind a salt, and the salt to hash instead."""
+        if not self._tenants.namespaces.knows(salt):
+            self._live.look(at_once=True)  # the middleware may have been faster
+            self._follow()
+        return self._tenants.namespaces.read(salt)
+
+    def _follow(self) -> None:
+        """Go on under the version of the configuration that is in force."""
+        if self._tenants is self._live.current:
+            return
+        self._tenants = self._live.current
+        config, _, namespaces = self._tenants
+        self.driver.shadow = config.mode == "shadow"
+        self.driver.reconfigure(config.contract_table(), list(config.groups), namespaces.default)
+
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready = super()._handle_blocked_waiting_request(request)
         if self._admission is None:
@@ -136,6 +157,9 @@ class _Shielding(Scheduler):
         return ready and self._admission.may_start(request)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        self._follow()
+        self.driver.counts["reloads", "accepted"] = self._live.accepted
+        self.driver.counts["reloads", "refused"] = self._live.refused
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             # Each step's statistics reach one front end: so differences, not totals.
