@@ -372,6 +372,29 @@ def serve(
     launch.serve(model, config, context.args)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="All other options are those that serve would pass on to vLLM.",
+)
+def check(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(help="Configuration file.")],
+    model: Annotated[str, typer.Option(help="Model name or path, as for serve.")] = "MODEL",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Is this TCP port free?")
+    ] = None,
+) -> None:
+    """Say what serve would do with a configuration, and what stands in its way; starts nothing."""
+    from prefixshield.serving import check as checking
+
+    problems = 0
+    for kind, text in checking.check(config, model, port, context.args):
+        problems += kind is checking.Kind.PROBLEM
+        typer.echo(f"{kind.value:8}{text}")
+    if problems:
+        raise PrefixShieldError(f"{config}: {problems} problem{'s' if problems > 1 else ''} found")
+
+
 def main() -> None:
     """Entry point: every error of ours is one message and exit status 1."""
     try:

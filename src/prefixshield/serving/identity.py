@@ -218,10 +218,7 @@ def live_config(state: Any, environ: Mapping[str, str]) -> LiveConfig:
     live = LiveConfig(path)
     config, keys, _ = live.current
     _check_scheduler(vllm_config.scheduler_config.scheduler_cls)
-    _check_front_ends(args, environ)
-    if not config.admits_anybody:
-        raise ConfigError(f"{path}: {NOBODY}")
-    _check_own_authentication(config, keys, path, args, environ)
+    check_server(config, keys, path, args, environ)
     _logger.info(
         "PrefixShield: every request gets an identity (%s: %d groups, %d API keys, anonymous %s)",
         path,
@@ -230,6 +227,22 @@ def live_config(state: Any, environ: Mapping[str, str]) -> LiveConfig:
         f"as {config.default_group}" if config.allow_anonymous else "refused",
     )
     return live
+
+
+def check_server(
+    config: Config, keys: Mapping[str, Any], path: Path, args: Any, environ: Mapping[str, str]
+) -> None:
+    """Refuse a server that lets requests pass beside the configuration, or nobody in.
+
+    Raises:
+        ConfigError: the configuration admits nobody.
+        IncompatibleEngineError: an option or a variable of the environment contradicts it.
+
+    """
+    _check_front_ends(args, environ)
+    if not config.admits_anybody:
+        raise ConfigError(f"{path}: {NOBODY}")
+    _check_own_authentication(config, keys, path, args, environ)
 
 
 def _check_scheduler(scheduler: Any) -> None:

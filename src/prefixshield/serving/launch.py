@@ -25,6 +25,29 @@ _REFUSED = {
 _ADDITIONAL_CONFIG = "--additional-config"
 
 
+def vllm_options(config: Path, options: Sequence[str]) -> list[str]:
+    """The options that wire PrefixShield in, with further vLLM options appended.
+
+    Raises:
+        IncompatibleEngineError: an option contradicts the wiring.
+        PrefixShieldError: ``--additional-config`` is no JSON object.
+
+    """
+    options, additional = _split_additional_config(options)
+    for option in options:
+        name = option.partition("=")[0].replace("_", "-")
+        if name in _REFUSED:
+            raise IncompatibleEngineError(f"{name}: not with prefixshield serve: {_REFUSED[name]}")
+    # Not through links: a mounted configuration is replaced by pointing a link elsewhere.
+    additional[CONFIG_KEY] = str(config.absolute())
+    return [
+        f"--scheduler-cls={SCHEDULER}",
+        f"--middleware={MIDDLEWARE}",
+        f"{_ADDITIONAL_CONFIG}={json.dumps(additional)}",
+        *options,
+    ]
+
+
 def serve_command(model: str, config: Path, options: Sequence[str]) -> list[str]:
     """The command that serves ``model`` with vLLM under ``config``, further vLLM options appended.
 
@@ -36,30 +59,26 @@ def serve_command(model: str, config: Path, options: Sequence[str]) -> list[str]
     loaded = load_config(config)
     resolve_keys(loaded, config)
     namespace_secret(loaded, config)
-    options, additional = _split_additional_config(options)
-    for option in options:
-        name = option.partition("=")[0].replace("_", "-")
-        if name in _REFUSED:
-            raise IncompatibleEngineError(f"{name}: not with prefixshield serve: {_REFUSED[name]}")
-    # Not through links: a mounted configuration is replaced by pointing a link elsewhere.
-    additional[CONFIG_KEY] = str(config.absolute())
-    wiring = [
-        f"--scheduler-cls={SCHEDULER}",
-        f"--middleware={MIDDLEWARE}",
-        f"{_ADDITIONAL_CONFIG}={json.dumps(additional)}",
-    ]
+    return command(model, vllm_options(config, options))
+
+
+def command(model: str, options: Sequence[str]) -> list[str]:
+    """The command that starts the installed vLLM's server with these options.
+
+    Raises IncompatibleEngineError when vLLM or its command is not installed.
+    """
     distribution, _ = installed_vllm()
     if distribution == "vllm":
-        return [_vllm_script(), "serve", model, *wiring, *options]
+        return [_vllm_script(), "serve", model, *options]
     # The console script of the CPU wheel looks for a distribution called vllm and fails.
     module = "vllm.entrypoints.openai.api_server"
-    return [sys.executable, "-m", module, "--model", model, *wiring, *options]
+    return [sys.executable, "-m", module, "--model", model, *options]
 
 
 def serve(model: str, config: Path, options: Sequence[str]) -> None:
     """Replace this process with vLLM's server; returns only by raising."""
-    command = serve_command(model, config, options)
-    os.execv(command[0], command)
+    words = serve_command(model, config, options)
+    os.execv(words[0], words)
 
 
 def _vllm_script() -> str:
