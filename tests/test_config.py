@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefixshield.config import load_config, namespace_secret, resolve_keys
+from prefixshield.config import gateway_secret, load_config, namespace_secret, resolve_keys
 from prefixshield.errors import ConfigError
 from prefixshield.policies import POLICIES
 
@@ -66,6 +66,47 @@ def test_a_secret_never_shows(load):
 
 
 @pytest.mark.parametrize(
+    "mistake",
+    [
+        "[sk-hidden\n - [",
+        "[*sk-hidden",
+        "[!sk-hidden",
+        "[&sk-hidden",
+        "[@sk-hidden",
+        "['sk-hidden",
+        "[sk-hidden: ",
+        "[{sk-hidden: 1}",
+        "[{value: [sk-hidden]}",
+        "[sk-hidden\x00",
+    ],
+)
+def test_no_mistake_shows_a_key(load, mistake):
+    found = problems(load, GOOD.replace("[sk-alice", mistake))
+    assert all("hidden" not in line for line in found)
+
+
+def test_modes(load):
+    assert load(GOOD).mode == "on"
+    assert load(GOOD + "mode: on\n").mode == "on", "which YAML reads as true"
+    assert load(GOOD + "mode: shadow\n").mode == "shadow"
+
+
+def test_the_secret_of_a_gateway_is_nobodys_key(load):
+    def config(secret):
+        return load(
+            GOOD.replace("{env: ALICE_KEY}, ", "")
+            + f"trusted_header: {{name: X-G, secret: {secret}}}"
+        )
+
+    assert gateway_secret(config("other"), "f") == "other"
+    with pytest.raises(
+        ConfigError, match=r"f: trusted_header\.secret: found an API key of a group"
+    ):
+        gateway_secret(config("sk-batch"), "f")
+    assert namespace_secret(config("one"), "f") != namespace_secret(config("two"), "f")
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         (
@@ -116,7 +157,7 @@ def test_a_secret_never_shows(load):
         (
             "policy:",
             "polices:",
-            "polices: unknown key, expected one of: policy, preset, contracts, groups, default_group, allow_anonymous, namespace_secret, max_body_bytes",
+            "polices: unknown key, expected one of: policy, preset, mode, contracts, groups, default_group, allow_anonymous, trusted_header, namespace_secret, max_body_bytes",
         ),
         (
             "bob: {contract: base}",
@@ -151,7 +192,7 @@ def test_a_secret_never_shows(load):
         (
             "keys: [sk-alice",
             "keys: [{file: x}",
-            "groups.alice.keys.0.file: unknown key, expected one of: value, env, contract",
+            "groups.alice.keys.0.*: unknown key, expected one of: value, env, contract",
         ),
         (
             "default_group: bob",
@@ -165,6 +206,33 @@ def test_a_secret_never_shows(load):
             "default_group: bob",
             "default_group: bob\nallow_anonymous: 1",
             "allow_anonymous: found 1, expected true or false",
+        ),
+        ("preset: paper", "mode: dry-run", "mode: found 'dry-run', expected one of: on, shadow"),
+        ("preset: paper", "mode: off", "mode: found False, expected one of: on, shadow"),
+        (
+            "policy: shield",
+            "mode: shadow\npolicy: static-quota",
+            "mode: found 'shadow', expected 'on': the policy static-quota refuses requests, which it cannot do in the shadow",
+        ),
+        (
+            "preset: paper",
+            "trusted_header: {name: Authorization, secret: s}",
+            "trusted_header.name: found 'Authorization', expected the name of a header that has no other meaning",
+        ),
+        (
+            "preset: paper",
+            "trusted_header: {name: 'X Y', secret: s}",
+            "trusted_header.name: found 'X Y', expected the name of a header that has no other meaning",
+        ),
+        (
+            "preset: paper",
+            "trusted_header: {name: X-Y}",
+            "trusted_header.secret: missing, expected a string, or a mapping with one of value, env",
+        ),
+        (
+            "preset: paper",
+            "trusted_header: {name: X-Y, secret: s, unknown_group: allow}",
+            "trusted_header.unknown_group: found 'allow', expected one of: refuse, default",
         ),
     ],
 )

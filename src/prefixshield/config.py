@@ -89,6 +89,40 @@ class GroupSection(_Section):
         return tuple(data) if isinstance(data, list) else data
 
 
+#: Headers that mean something else already.
+_RESERVED_HEADERS = frozenset(
+    {
+        "authorization",
+        "connection",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "cookie",
+        "host",
+        "origin",
+        "transfer-encoding",
+        "x-api-key",
+        "x-request-id",
+    }
+)
+
+
+class TrustedHeader(_Section):
+    """A header in which a gateway names the group of each request that it sends."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$")]
+    secret: Secret
+    """What the gateway sends as its API key."""
+    unknown_group: Literal["refuse", "default"] = "refuse"
+
+    @field_validator("name")
+    @classmethod
+    def _free(cls, name: str) -> str:
+        if name.lower() in _RESERVED_HEADERS:
+            raise ValueError("reserved")
+        return name.lower()
+
+
 class Config(_Section):
     """A validated configuration. Contracts and groups keep the order of the file."""
 
@@ -99,6 +133,7 @@ class Config(_Section):
     groups: dict[Name, GroupSection] = Field(min_length=1)
     default_group: Name
     allow_anonymous: bool = False
+    trusted_header: TrustedHeader | None = None
     namespace_secret: Secret | None = None
     max_body_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
 
@@ -120,7 +155,8 @@ class Config(_Section):
     @property
     def admits_anybody(self) -> bool:
         """Whether any request over HTTP can be let in."""
-        return self.allow_anonymous or any(group.keys for group in self.groups.values())
+        keys = any(group.keys for group in self.groups.values())
+        return keys or self.allow_anonymous or self.trusted_header is not None
 
     def contract_table(self) -> dict[str, Contract]:
         """The contracts as the ledger takes them, by name."""
@@ -135,7 +171,9 @@ class Config(_Section):
 
 
 #: What is wrong with a configuration that admits nobody, in a server.
-NOBODY = "groups: found no API key, expected at least one, or allow_anonymous: true"
+NOBODY = (
+    "groups: found no API key, expected at least one, or trusted_header, or allow_anonymous: true"
+)
 
 #: The paper's contracts (section IV) with no groups declared: what replay uses without a file.
 PAPER_CONTRACTS: Mapping[str, ContractSection] = {
@@ -233,16 +271,34 @@ def resolve_keys(config: Config, path: Path | str) -> dict[str, tuple[str, str]]
     return table
 
 
+def gateway_secret(config: Config, path: Path | str) -> str | None:
+    """What a gateway that names groups sends as its API key; reads the environment.
+
+    Raises:
+        ConfigError: the environment variable is unset or empty, or the secret is also a key.
+
+    """
+    if config.trusted_header is None:
+        return None
+    secret = _resolve(config.trusted_header.secret, path, "trusted_header.secret")
+    if secret in resolve_keys(config, path):
+        raise ConfigError(
+            f"{path}: trusted_header.secret: found an API key of a group, expected another secret"
+        )
+    return secret
+
+
 def namespace_secret(config: Config, path: Path | str) -> bytes:
     """The secret under which namespaces are derived.
 
-    Without ``namespace_secret`` it follows from the set of all API keys: nobody who lacks one of
-    them can compute it, and it changes when a key is added or removed.
+    Without ``namespace_secret`` it follows from the set of all API keys, the gateway's included:
+    nobody who lacks one of them can compute it, and it changes when a key is added or removed.
     """
     if config.namespace_secret is not None:
         return encode_secret(_resolve(config.namespace_secret, path, "namespace_secret"))
     digest = hashlib.sha256(b"prefixshield namespaces")
-    for key in sorted(resolve_keys(config, path)):
+    gateway = gateway_secret(config, path)
+    for key in sorted([*resolve_keys(config, path), *([gateway] if gateway else [])]):
         digest.update(hashlib.sha256(encode_secret(key)).digest())
     return digest.digest()
 
@@ -307,6 +363,12 @@ _EXPECTED: Mapping[str, str] = {
     "mode": "one of: on, shadow",
     "default_group": "the name of a group",
     "allow_anonymous": "true or false",
+    "trusted_header": "a mapping with the keys: name, secret, unknown_group",
+    "trusted_header.name": "the name of a header that has no other meaning",
+    "trusted_header.secret": "a string, or a mapping with one of value, env",
+    "trusted_header.secret.value": "a non-empty string",
+    "trusted_header.secret.env": "the name of an environment variable",
+    "trusted_header.unknown_group": "one of: refuse, default",
     "namespace_secret": "a string, or a mapping with one of value, env",
     "namespace_secret.value": "a non-empty string",
     "namespace_secret.env": "the name of an environment variable",
@@ -318,6 +380,8 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "contracts.*": ContractSection,
     "groups.*": GroupSection,
     "groups.*.keys.*": ApiKey,
+    "trusted_header": TrustedHeader,
+    "trusted_header.secret": Secret,
     "namespace_secret": Secret,
 }
 
@@ -336,15 +400,19 @@ def _describe(item: Any) -> str:
     kind = _kind_of_place(location)
     if item["type"] == "missing":
         return f"{where}: missing, expected {_EXPECTED[kind]}"
-    secret = "keys" in kind or "secret" in kind
     if item["type"] == "extra_forbidden":
-        section = _SECTIONS[_kind_of_place(location[:-1])]
-        if secret:  # the name may be a key with a colon behind it
+        parent = _kind_of_place(location[:-1])
+        section = _SECTIONS[parent]
+        if _is_secret(parent):  # the name may be a key with a colon behind it
             where = f"{'.'.join(location[:-1])}.*"
         return f"{where}: unknown key, expected one of: {_keys(section)}"
     value = item["input"]
-    found = _kind(value) if secret or isinstance(value, dict | list) else repr(value)
+    found = _kind(value) if _is_secret(kind) or isinstance(value, dict | list) else repr(value)
     return f"{where}: found {found}, expected {_EXPECTED[kind]}"
+
+
+def _is_secret(kind: str) -> bool:
+    return "keys" in kind or "secret" in kind
 
 
 def _kind_of_place(location: list[str]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from prefixshield.config import Config, load_config
 from prefixshield.errors import ConfigError, IncompatibleEngineError
-from prefixshield.serving.bodies import InvalidBody, request_tag, rewrite
+from prefixshield.serving.bodies import MAX_NESTING, InvalidBody, request_tag, rewrite
 from prefixshield.serving.identity import IdentityMiddleware, live_config
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
@@ -589,7 +591,6 @@ def test_a_name_given_twice_or_escaped_is_one_name(
         b'{"a": "\xff"}',
         '{"a": 1}'.encode("utf-16"),
         b'{"a": ' + b"9" * 4000 + b"0" * 4000 + b"}",
-        b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
         b"\x1f\x8b\x08\x00",
     ],
     ids=repr,
@@ -600,6 +601,58 @@ def test_bodies_that_are_not_json_objects(config: Path, body: bytes, tmp_path: P
     client = Client(path)
     status, answer = client.post("/v1/completions", body)
     assert (status, answer["error"]["type"]) == (400, "BadRequestError")
+
+
+def nested(depth: int, inside: str = "1", opening: str = "[", closing: str = "]") -> bytes:
+    """An object with lists in it, ``depth`` levels in all."""
+    count = depth - 1
+    return f'{{"a": {opening * count}{inside}{closing * count}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (nested(MAX_NESTING), 200),
+        (nested(MAX_NESTING, opening='{"b": ', closing="}"), 200),
+        (nested(3, inside=json.dumps("[{" * 300 + '\\"' + "[" * 300)), 200),
+        (nested(3, inside=json.dumps([[]] * 300)), 200),
+        (nested(MAX_NESTING + 1), 413),
+        (nested(MAX_NESTING + 1, opening='{"b": ', closing="}"), 413),
+        (nested(MAX_NESTING + 1, opening='["\\"]]]", ', closing="]"), 413),
+        (b'{"a": ' + b"[" * 200_000, 413),
+        (b'{"a": "' + b'\\"' * 200_000 + b"[" * 101, 400),
+    ],
+)
+def test_nesting_has_a_limit(config: Path, tmp_path: Path, body: bytes, status: int) -> None:
+    path = write(tmp_path / "large.yaml", CONFIG.replace("4096", "1000000"))
+    found, answer = Client(path).post("/v1/completions", body)
+    assert found == status
+    if status == 413:
+        assert answer["error"]["type"] == "RequestTooLargeError"
+        assert "nested" in answer["error"]["message"]
+
+
+@unhurried
+@given(
+    st.recursive(
+        st.none() | st.text(alphabet='[]{}"\\a'),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text('"[a'), inner, max_size=3)
+        ),
+    ),
+    st.integers(0, 110),
+)
+def test_the_depth_is_that_of_the_parsed_body(value: Any, levels: int) -> None:
+    def depth(value: Any) -> int:
+        inside = value.values() if isinstance(value, dict) else value
+        return 1 + max(map(depth, inside), default=0) if isinstance(value, dict | list) else 0
+
+    for _ in range(levels):
+        value = [value, "]"]
+    fields = {"a": value}
+    refused = pytest.raises(InvalidBody, match="nested more than")
+    with refused if depth(fields) > MAX_NESTING else nullcontext():
+        rewrite(json.dumps(fields).encode(), "/v1/completions", ALPHA, _namespaces())
 
 
 @pytest.mark.parametrize(
@@ -781,6 +834,105 @@ def test_arguments_of_tools_are_not_media(client: Client) -> None:
     reached = client.reached
     reached.pop("cache_salt")
     assert reached == body
+
+
+# A gateway that names the group
+
+
+GATEWAY = CONFIG + "trusted_header: {name: X-Tenant, secret: gateway-secret}\n"
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Client:
+    return Client(write(tmp_path_factory.mktemp("gateway") / "shield.yaml", GATEWAY))
+
+
+def group_of(client: Client, namespaces: Namespaces, headers: list[tuple[str, str]]) -> Any:
+    """The status of a request, and its group if it got through."""
+    status, _ = client.post("/v1/completions", {}, headers=headers)
+    if status != 200:
+        return status
+    assert b"x-tenant" not in client.reached_headers
+    return namespaces.read(client.reached["cache_salt"])[0].group
+
+
+@pytest.mark.parametrize(
+    ("headers", "group"),
+    [
+        (with_key("gateway-secret", ("X-Tenant", "alpha")), "alpha"),
+        (with_key("gateway-secret", ("x-tenant", " beta ")), "beta"),
+        (with_key("gateway-secret", ("X-Tenant", "gamma")), 403),
+        (with_key("gateway-secret", ("X-Tenant", "")), 403),
+        (with_key("gateway-secret", ("X-Tenant", "\u0430lpha")), 403),
+        (with_key("gateway-secret", ("X-Tenant", "alpha, beta")), 403),
+        (with_key("gateway-secret", ("X-Tenant", "alpha"), ("X-Tenant", "beta")), 403),
+        (with_key("gateway-secret", ("X-Tenant", "alpha"), ("X-Tenant", "alpha")), 403),
+        (with_key("gateway-secret"), 403),
+        (with_key("gateway-secret", ("X-Tenant", "alpha"), ("x-api-key", "beta-key")), 401),
+        (with_key("gateway-secre", ("X-Tenant", "alpha")), 401),
+        (with_key("", ("X-Tenant", "alpha")), 401),
+        ([("content-type", "application/json"), ("X-Tenant", "alpha")], 401),
+        (with_key("beta-key", ("X-Tenant", "alpha")), "beta"),
+    ],
+)
+def test_only_the_gateway_names_the_group(
+    gateway: Client, namespaces: Namespaces, headers: list[tuple[str, str]], group: Any
+) -> None:
+    assert group_of(gateway, namespaces, headers) == group
+
+
+def test_an_unknown_group_may_be_the_default_and_is_counted(
+    tmp_path: Path, namespaces: Namespaces
+) -> None:
+    lenient = GATEWAY.replace(
+        "secret: gateway-secret", "secret: gateway-secret, unknown_group: default"
+    )
+    client = Client(write(tmp_path / "shield.yaml", lenient))
+
+    def count(outcome: str) -> float:
+        labels = {"outcome": outcome}
+        return REGISTRY.get_sample_value("prefixshield_unknown_groups_total", labels) or 0.0
+
+    default, refused = count("default"), count("refused")
+    for name in ("gamma", "delta"):
+        headers = with_key("gateway-secret", ("X-Tenant", name))
+        assert group_of(client, namespaces, headers) == "beta"
+    assert group_of(client, namespaces, with_key("gateway-secret")) == "beta"
+    twice = with_key("gateway-secret", ("X-Tenant", "gamma"), ("X-Tenant", "delta"))
+    assert group_of(client, namespaces, twice) == 403
+    assert (count("default"), count("refused")) == (default + 3, refused + 1)
+
+
+def test_the_header_is_stripped_wherever_it_has_no_meaning(client: Client, gateway: Client) -> None:
+    assert gateway.call("GET", "/health", headers=[("X-Tenant", "alpha")])[0] == 200
+    assert b"x-tenant" not in gateway.reached_headers
+    assert client.call("GET", "/health", headers=[("X-Tenant", "alpha")])[0] == 200
+    assert b"x-tenant" in client.reached_headers, "somebody else's header, if it is not ours"
+
+
+def test_the_gateways_secret_must_also_be_in_vllms_own_list(tmp_path: Path) -> None:
+    path = write(tmp_path / "shield.yaml", GATEWAY)
+    keys = ["alpha-key", "alpha-critical-key", "ключ", "beta-key"]
+    with pytest.raises(IncompatibleEngineError, match="1 of 5 are missing"):
+        live_config(state_of(path, api_key=keys), {})
+    live_config(state_of(path, api_key=[*keys, "gateway-secret"]), {})
+
+
+def test_a_gateway_alone_is_enough_and_its_secret_makes_the_namespaces(tmp_path: Path) -> None:
+    def token(secret: str) -> str:
+        text = GATEWAY.replace("gateway-secret", secret).replace(
+            "namespace_secret: not a secret at all", ""
+        )
+        for keys in (
+            '[alpha-key, {value: alpha-critical-key, contract: critical}, {value: "ключ"}]',
+            "[beta-key]",
+        ):
+            text = text.replace(keys, "[]")
+        live = live_config(state_of(write(tmp_path / f"{secret}.yaml", text)), {})
+        assert live.current.keys == {}
+        return live.current.namespaces.token(ALPHA)
+
+    assert token("one") != token("another")
 
 
 # Starting

@@ -7,6 +7,7 @@ and odd encodings cannot mean one thing to us and another to vLLM.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,12 +67,22 @@ _SALT_MAX_CHARACTERS = 128
 _SALT_FORBIDDEN = frozenset("@/\\\x00")
 
 
-class InvalidBody(Exception):  # noqa: N818 - an answer to the client, not an error of ours
-    """A body that is refused with 400; ``param`` is the field at fault, None for all of it."""
+#: Objects and lists inside each other, at most: far more than schemas of tools need, and fewer than
+#: any parser behind us stumbles over.
+MAX_NESTING = 100
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+#: A string, also one that does not end.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+class InvalidBody(Exception):  # noqa: N818 - an answer to the client, not an error of ours
+    """A body that is refused; ``param`` is the field at fault, None for all of it."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param = param
+        self.status = status
 
 
 def rewrite(body: bytes, path: str, identity: Identity, namespaces: Namespaces) -> bytes:
@@ -113,11 +124,8 @@ def _attribute(fields: dict[str, Any], identity: Identity, namespaces: Namespace
 
 
 def _serialise(fields: dict[str, Any]) -> bytes:
-    try:
-        # Pure ASCII: escapes keep lone surrogates, which no encoding could.
-        return json.dumps(fields, separators=(",", ":")).encode("ascii")
-    except RecursionError:
-        raise InvalidBody("The body is nested too deeply.") from None
+    # Pure ASCII: escapes keep lone surrogates, which no encoding could.
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
 def request_tag(identity: Identity, namespaces: Namespaces) -> str:
@@ -134,17 +142,30 @@ def _scoped(name: str, identity: Identity, namespaces: Namespaces) -> str:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
+    if _is_deep(body):
+        message = f"The body must not be nested more than {MAX_NESTING} levels deep."
+        raise InvalidBody(message, status=413)
     try:
         fields = json.loads(body.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise InvalidBody("The body is not valid UTF-8.") from None
-    except RecursionError:
-        raise InvalidBody("The body is nested too deeply.") from None
     except ValueError as error:  # malformed, or an integer of more than 4,300 digits
         raise InvalidBody(f"The body is not valid JSON: {error}.") from None
     if not isinstance(fields, dict):
         raise InvalidBody("The body must be a JSON object.")
     return fields
+
+
+def _is_deep(body: bytes) -> bool:
+    """Whether objects and lists stand inside each other beyond the limit; any bytes will do."""
+    if body.count(b"[") + body.count(b"{") <= MAX_NESTING:
+        return False
+    depth = 0
+    for bracket in _STRING.sub(b"", body).translate(None, _NOT_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_NESTING:
+            return True
+    return False
 
 
 def _client_salt(salt: Any) -> str:

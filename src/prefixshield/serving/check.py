@@ -15,12 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prefixshield.config import Config, load_config, namespace_secret, resolve_keys
+from prefixshield.config import Config, load_config
 from prefixshield.errors import PrefixShieldError
 from prefixshield.serving import hooks
 from prefixshield.serving.child_server import free_port
 from prefixshield.serving.identity import check_server
 from prefixshield.serving.launch import command, vllm_options
+from prefixshield.serving.reload import LiveConfig
 
 #: The name of our plug-ins in vLLM's groups of entry points.
 PLUGIN = "prefixshield"
@@ -82,14 +83,19 @@ def _configuration(config: Config, path: Path, environ: Mapping[str, str]) -> It
         default = ", the default group" if name == config.default_group else ""
         keys = f"{len(group.keys)} API key{'' if len(group.keys) == 1 else 's'}"
         yield Finding(Kind.OK, f"group {name}: contract {group.contract}, {keys}{default}")
-        if not group.keys and not default:
+        if not group.keys and not default and config.trusted_header is None:
             yield Finding(Kind.NOTE, f"group {name} has no API key: no request can belong to it")
     try:
-        keys_found = resolve_keys(config, path)
-        namespace_secret(config, path)
-        check_server(config, keys_found, path, SimpleNamespace(), environ)
+        check_server(LiveConfig(path).current, path, SimpleNamespace(), environ)
     except PrefixShieldError as error:
         yield from _problems(error)
+    if (header := config.trusted_header) is not None:
+        unknown = {"refuse": "is refused", "default": f"is group {config.default_group}"}
+        yield Finding(
+            Kind.OK,
+            f"a gateway with its secret names the group in the header {header.name}; "
+            f"an unknown one {unknown[header.unknown_group]}",
+        )
     if config.allow_anonymous:
         yield Finding(Kind.NOTE, f"requests without a key belong to group {config.default_group}")
     if config.namespace_secret is None:

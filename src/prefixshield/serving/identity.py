@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import json
 import logging
 import os
@@ -23,8 +24,9 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefixshield.config import NOBODY, Config, encode_secret
 from prefixshield.errors import ConfigError, IncompatibleEngineError, PrefixShieldError
@@ -33,6 +35,9 @@ from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.reload import LiveConfig, Tenants
 from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
 from prefixshield.serving.wiring import SCHEDULER, config_path
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter as PrometheusCounter
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -64,10 +69,12 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client, not an error 
 
 
 class KeyRing:
-    """The API keys, by a keyed digest: neither memory nor timing shows a key."""
+    """The API keys, by a keyed digest: how long a lookup takes shows nothing of a key."""
 
-    def __init__(self, keys: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, keys: Mapping[str, tuple[str, str]], gateway: str | None = None) -> None:
+        """``gateway``: what a gateway that names groups sends as its key."""
         self._pepper = secrets.token_bytes(32)
+        self._gateway = None if gateway is None else self._digest(encode_secret(gateway))
         self._identities = {
             self._digest(encode_secret(key)): Identity(group, contract)
             for key, (group, contract) in keys.items()
@@ -76,6 +83,10 @@ class KeyRing:
     def find(self, key: bytes) -> Identity | None:
         """The identity of a key; None when it is none of ours."""
         return self._identities.get(self._digest(key))
+
+    def is_gateway(self, key: bytes) -> bool:
+        """Whether a key is that of the gateway."""
+        return self._gateway is not None and hmac.compare_digest(self._digest(key), self._gateway)
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._pepper, digest_size=32).digest()
@@ -92,7 +103,8 @@ class Admission:
     @classmethod
     def of(cls, tenants: Tenants) -> Admission:
         """The same with every key as its digest."""
-        return cls(tenants.config, KeyRing(tenants.keys), tenants.namespaces)
+        keys = KeyRing(tenants.keys, tenants.gateway)
+        return cls(tenants.config, keys, tenants.namespaces)
 
     def identify(self, headers: Headers) -> tuple[Identity, bytes | None]:
         """Who sends a request, and the key that says so (None: nobody, which is allowed)."""
@@ -104,10 +116,44 @@ class Admission:
         if len(given) > 1:
             raise Refusal(401, "Exactly one API key is needed, in one header.")
         key = _key(*given[0])
+        if self.keys.is_gateway(key):
+            return self._named_by_gateway(headers), key
         identity = self.keys.find(key)
         if identity is None:
             raise Refusal(401, "The API key is not known.")
         return identity, key
+
+    def _named_by_gateway(self, headers: Headers) -> Identity:
+        """The group that the gateway names."""
+        trusted = self.config.trusted_header
+        assert trusted is not None
+        named = [value for name, value in headers if name == trusted.name.encode()]
+        group = named[0].strip().decode("latin-1") if named else None
+        if len(named) < 2 and group in self.config.groups:
+            return Identity(group, self.config.groups[group].contract)
+        refused = len(named) > 1 or trusted.unknown_group == "refuse"
+        _unknown_groups().labels("refused" if refused else "default").inc()
+        if refused:
+            raise Refusal(403, f"Exactly one known group is needed in the header {trusted.name}.")
+        return self.namespaces.default
+
+    @property
+    def removed_headers(self) -> frozenset[bytes]:
+        """Headers that never reach vLLM."""
+        trusted = self.config.trusted_header
+        return _REMOVED_HEADERS | ({trusted.name.encode()} if trusted else set())
+
+
+@cache
+def _unknown_groups() -> PrometheusCounter:
+    """The one counter of the front end. vLLM decides where it lives before it starts us."""
+    from prometheus_client import Counter
+
+    return Counter(
+        "prefixshield_unknown_groups",
+        "Requests of the gateway that named no known group: refused, or taken as the default.",
+        ("outcome",),
+    )
 
 
 class IdentityMiddleware:
@@ -183,11 +229,12 @@ class IdentityMiddleware:
         if access is None:
             request = f"{scope['method']} {path}"
             raise Refusal(403, f"{request} is not served: {refusal_reason(path)}.")
+        harmless = _harmless(scope["headers"], admission.removed_headers)
         if access is Access.OPEN:
-            return {**scope, "headers": _harmless(scope["headers"])}, receive
+            return {**scope, "headers": harmless}, receive
         identity, key = admission.identify(scope["headers"])
         namespaces = admission.namespaces
-        headers = _attributed(scope["headers"], key, request_tag(identity, namespaces))
+        headers = _attributed(harmless, key, request_tag(identity, namespaces))
         if access is Access.KEYED:
             return {**scope, "headers": headers}, receive
         _require_json(headers)
@@ -198,7 +245,7 @@ class IdentityMiddleware:
             else:
                 body = clean(body, identity, namespaces)
         except InvalidBody as error:
-            raise Refusal(400, str(error), error.param) from None
+            raise Refusal(error.status, str(error), error.param) from None
         return {**scope, "headers": _resized(headers, len(body))}, _replay(body, receive)
 
 
@@ -216,22 +263,20 @@ def live_config(state: Any, environ: Mapping[str, str]) -> LiveConfig:
     vllm_config, args = state.vllm_config, state.args
     path = config_path(vllm_config)
     live = LiveConfig(path)
-    config, keys, _ = live.current
+    config = live.current.config
     _check_scheduler(vllm_config.scheduler_config.scheduler_cls)
-    check_server(config, keys, path, args, environ)
+    check_server(live.current, path, args, environ)
     _logger.info(
         "PrefixShield: every request gets an identity (%s: %d groups, %d API keys, anonymous %s)",
         path,
         len(config.groups),
-        len(keys),
+        len(live.current.keys),
         f"as {config.default_group}" if config.allow_anonymous else "refused",
     )
     return live
 
 
-def check_server(
-    config: Config, keys: Mapping[str, Any], path: Path, args: Any, environ: Mapping[str, str]
-) -> None:
+def check_server(tenants: Tenants, path: Path, args: Any, environ: Mapping[str, str]) -> None:
     """Refuse a server that lets requests pass beside the configuration, or nobody in.
 
     Raises:
@@ -240,9 +285,9 @@ def check_server(
 
     """
     _check_front_ends(args, environ)
-    if not config.admits_anybody:
+    if not tenants.config.admits_anybody:
         raise ConfigError(f"{path}: {NOBODY}")
-    _check_own_authentication(config, keys, path, args, environ)
+    _check_own_authentication(tenants, path, args, environ)
 
 
 def _check_scheduler(scheduler: Any) -> None:
@@ -271,7 +316,7 @@ def _check_front_ends(args: Any, environ: Mapping[str, str]) -> None:
 
 
 def _check_own_authentication(
-    config: Config, keys: Mapping[str, Any], path: Path, args: Any, environ: Mapping[str, str]
+    tenants: Tenants, path: Path, args: Any, environ: Mapping[str, str]
 ) -> None:
     """Refuse an ``--api-key`` that would turn away whom the configuration lets in."""
     given = getattr(args, "api_key", None) or [environ.get("VLLM_API_KEY")]
@@ -279,11 +324,12 @@ def _check_own_authentication(
     if not accepted:
         return
     advice = f"--api-key or VLLM_API_KEY: drop it ({path} decides who may enter), or "
-    if missing := len(keys.keys() - accepted):
+    keys = {*tenants.keys, *([tenants.gateway] if tenants.gateway else [])}
+    if missing := len(keys - accepted):
         raise IncompatibleEngineError(
             f"{advice}list every key there too: {missing} of {len(keys)} are missing"
         )
-    if config.allow_anonymous:
+    if tenants.config.allow_anonymous:
         raise IncompatibleEngineError(
             f"{advice}set allow_anonymous: false: vLLM would ask for a key"
         )
@@ -302,21 +348,21 @@ def _key(name: bytes, value: bytes) -> bytes:
     return key.strip()
 
 
-def _harmless(headers: Headers) -> Headers:
+def _harmless(headers: Headers, removed: frozenset[bytes]) -> Headers:
     return [
         (name, value)
         for name, value in headers
-        if name not in _REMOVED_HEADERS and not name.startswith(_REMOVED_PREFIXES)
+        if name not in removed and not name.startswith(_REMOVED_PREFIXES)
     ]
 
 
 def _attributed(headers: Headers, key: bytes | None, tag: str) -> Headers:
-    """The headers under one credential, in the form that vLLM's own check reads.
+    """Harmless headers under one credential, in the form that vLLM's own check reads.
 
     A request id that the client chose becomes its group's own: see `request_tag`.
     """
     kept: Headers = []
-    for name, value in _harmless(headers):
+    for name, value in headers:
         if name == b"x-request-id":
             value = value + b"-" + tag.encode()
         if name not in _CREDENTIALS:

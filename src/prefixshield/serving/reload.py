@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from prefixshield.config import (
     NOBODY,
     Config,
+    gateway_secret,
     namespace_secret,
     parse_config,
     read_config,
@@ -54,6 +55,8 @@ class Tenants(NamedTuple):
     config: Config
     keys: Mapping[str, tuple[str, str]]
     """API key → (group, contract)."""
+    gateway: str | None
+    """What a gateway that names groups sends as its key."""
     namespaces: Namespaces
 
 
@@ -71,7 +74,7 @@ class LiveConfig:
         self._digest = _digest(content)
         self._refused_digest = b""
         self._lock = threading.Lock()
-        self.current = Tenants(config, resolve_keys(config, path), Namespaces(config, self._secret))
+        self.current = self._tenants(config)
         """Replaced as a whole, at any time."""
         self.accepted = 0
         """Versions accepted since the start."""
@@ -114,18 +117,21 @@ class LiveConfig:
             if digest == self._digest:
                 return
             config = parse_config(content, self.path)
-            keys = resolve_keys(config, self.path)
             self._check(config)
+            now = self._tenants(config)
         except ConfigError as error:
             self._refused_digest = digest
             self.refused += 1
             _log.error("PrefixShield: what was in force stays in force: %s", error)
             return
-        was = self.current
+        was, self.current = self.current, now
         self._digest = digest
-        self.current = Tenants(config, keys, Namespaces(config, self._secret))
         self.accepted += 1
-        _log.info("PrefixShield: %s was read again: %s", self.path, _changes(was, self.current))
+        _log.info("PrefixShield: %s was read again: %s", self.path, _changes(was, now))
+
+    def _tenants(self, config: Config) -> Tenants:
+        keys, gateway = resolve_keys(config, self.path), gateway_secret(config, self.path)
+        return Tenants(config, keys, gateway, Namespaces(config, self._secret))
 
     def _check(self, config: Config) -> None:
         """Refuse what cannot change while the server runs."""

@@ -146,7 +146,7 @@ class _Shielding(Scheduler):
         if self._tenants is self._live.current:
             return
         self._tenants = self._live.current
-        config, _, namespaces = self._tenants
+        config, namespaces = self._tenants.config, self._tenants.namespaces
         self.driver.shadow = config.mode == "shadow"
         self.driver.reconfigure(config.contract_table(), list(config.groups), namespaces.default)
 
