@@ -21,7 +21,7 @@ from prometheus_client import REGISTRY
 from prefixshield.config import Config, load_config
 from prefixshield.errors import ConfigError, IncompatibleEngineError
 from prefixshield.serving.bodies import MAX_NESTING, InvalidBody, request_tag, rewrite
-from prefixshield.serving.identity import IdentityMiddleware, live_config
+from prefixshield.serving.identity import IdentityMiddleware, KeyRing, live_config
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
 from prefixshield.serving.wiring import CONFIG_KEY, SCHEDULER, config_path
@@ -218,6 +218,21 @@ def test_forms_of_a_key(client: Client, namespaces: Namespaces, header: tuple[st
     # vLLM's own check, if it is on, reads only this form.
     assert client.reached_headers[b"authorization"] == b"Bearer beta-key"
     assert b"x-api-key" not in client.reached_headers
+
+
+def test_the_key_ring_compares_digests() -> None:
+    """Of two rings with the same keys, neither knows one by what the other knows it by."""
+    keys = {"alpha-key": ("alpha", "standard"), "beta-key": ("beta", "standard")}
+    one, other = KeyRing(keys, "gateway"), KeyRing(keys, "gateway")
+    for ring in (one, other):
+        assert ring.find(b"alpha-key") == ALPHA
+        assert ring.find(b"alpha-kez") is ring.find(b"gateway") is None
+        assert ring.is_gateway(b"gateway")
+        assert not ring.is_gateway(b"alpha-key")
+        assert not KeyRing(keys).is_gateway(b"")
+    found = [set(ring._identities) for ring in (one, other)]
+    assert all(len(digest) == 32 for digest in found[0] | found[1])
+    assert not found[0] & found[1]
 
 
 def test_a_key_that_is_not_ascii(client: Client) -> None:

@@ -99,7 +99,7 @@ def test_a_group_that_is_gone_keeps_its_blocks_and_its_requests(plane, path, pre
     submit(plane, path, "waiting", BULK, range(5000, 5000 + 64), max_tokens=1)
     gone = NO_BULK.replace("  small: {refill_rate: 1, burst: 10}\n", "") + preset
     assert change(plane, path, gone)
-    submit(plane, path_of(START, path, preset), "late", BULK, range(64), max_tokens=1)
+    submit(plane, path_of(START, path, preset), "late", BULK, range(7000, 7064), max_tokens=1)
     run(plane)
     assert sorted(plane.finished) == ["late", "running", "waiting"]
     counts = plane.scheduler.driver.counts

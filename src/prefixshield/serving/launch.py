@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefixshield.config import load_config, namespace_secret, resolve_keys
 from prefixshield.errors import IncompatibleEngineError, PrefixShieldError
-from prefixshield.serving.hooks import installed_vllm
+from prefixshield.serving import hooks
 from prefixshield.serving.wiring import CONFIG_KEY, MIDDLEWARE, SCHEDULER
 
 #: vLLM options that would undo the wiring, and what to do instead.
@@ -67,7 +67,7 @@ def command(model: str, options: Sequence[str]) -> list[str]:
 
     Raises IncompatibleEngineError when vLLM or its command is not installed.
     """
-    distribution, _ = installed_vllm()
+    distribution, _ = hooks.installed_vllm()
     if distribution == "vllm":
         return [_vllm_script(), "serve", model, *options]
     # The console script of the CPU wheel looks for a distribution called vllm and fails.

@@ -1,0 +1,166 @@
+"""One running server through an operator's day: shadow mode, reloads, a gateway, the OpenAI SDK."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import httpx
+import pytest
+from vllm_server import BLOCK_SIZE
+
+pytest.importorskip("vllm")
+openai = pytest.importorskip("openai")
+
+pytestmark = pytest.mark.engine
+
+PATIENCE_S = 60
+
+CONFIG = """
+mode: shadow
+contracts:
+  big: {refill_rate: 1000, burst: 1000}
+  small: {refill_rate: 0.5, burst: 8}
+groups:
+  shop: {contract: big, keys: [sk-shop]}
+  bulk: {contract: small, keys: [sk-bulk]}
+default_group: bulk
+trusted_header: {name: X-Tenant, secret: sk-gateway}
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    found = tmp_path_factory.mktemp("config") / "tenants.yaml"
+    found.write_text(CONFIG)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model, path):
+    options = ["--num-gpu-blocks-override", "65"]
+    return start_server(tiny_model, path, options, by_command=True)
+
+
+def status(server, key, **headers):
+    answer = httpx.post(
+        f"{server.base_url}/v1/completions",
+        headers={"Authorization": f"Bearer {key}", **headers},
+        json={"model": "tiny", "prompt": list(range(5, 5 + BLOCK_SIZE)), "max_tokens": 1},
+        timeout=PATIENCE_S,
+    )
+    return answer.status_code
+
+
+def said(server, text):
+    """In how many lines of the log it stands; either process has its own."""
+    return len(re.findall(text, server.log_path.read_text()))
+
+
+def wait_until(true):
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def replace(path, text):
+    """As an editor or a deployment does: another file under the same name."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
+
+
+def metric(server, name, **labels):
+    """Summed over the series that have these labels."""
+    lines = httpx.get(f"{server.base_url}/metrics").text.splitlines()
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    of_name = [line for line in lines if re.match(rf"{name}[{{ ]", line)]
+    found = [line for line in of_name if all(pair in line for pair in wanted)]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def test_reloads_reach_both_processes(server, path):
+    assert said(server, "is active: policy shield, preset default, mode shadow") == 1
+    assert (status(server, "sk-shop"), status(server, "sk-new")) == (200, 401)
+    replace(
+        path,
+        CONFIG.replace(
+            "bulk: {contract: small, keys: [sk-bulk]}",
+            "bulk: {contract: small}\n  new: {contract: big, keys: [sk-new]}",
+        ).replace("mode: shadow", "mode: on"),
+    )
+    server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: status(server, "sk-new") == 200)
+    assert (status(server, "sk-shop"), status(server, "sk-bulk")) == (200, 401)
+    wait_until(
+        lambda: (
+            said(
+                server,
+                "was read again: groups added: new; API keys: 1 added, 1 removed; mode changed",
+            )
+            == 2
+        )
+    )
+    assert metric(server, "prefixshield_materialised_blocks_total", group="new") >= 1
+
+    replace(path, CONFIG.replace("refill_rate: 0.5", "refill_rate: -1"))
+    wait_until(
+        lambda: said(server, "stays in force: .*refill_rate: found -1, expected a number") == 2
+    )
+    os.utime(path)
+    assert (status(server, "sk-new"), status(server, "sk-bulk")) == (200, 401)
+
+    replace(path, CONFIG)
+    wait_until(lambda: said(server, "was read again: groups removed: new;") == 2)
+    assert (status(server, "sk-new"), status(server, "sk-bulk")) == (401, 200)
+    assert said(server, "refill_rate: found -1") == 2, "once in each process"
+    assert metric(server, "prefixshield_reloads_total", outcome="accepted") == 2
+    assert metric(server, "prefixshield_reloads_total", outcome="refused") == 1
+    assert said(server, "sk-") == 0
+
+
+def test_a_gateway_names_the_group(server):
+    before = metric(server, "prefixshield_query_tokens_total", group="shop")
+    assert status(server, "sk-gateway", **{"X-Tenant": "shop"}) == 200
+    wait_until(
+        lambda: (
+            metric(server, "prefixshield_query_tokens_total", group="shop") == before + BLOCK_SIZE
+        )
+    )
+    assert status(server, "sk-gateway", **{"X-Tenant": "nobody"}) == 403
+    assert status(server, "sk-gateway") == 403
+    assert metric(server, "prefixshield_unknown_groups_total", outcome="refused") == 2
+    bulk = metric(server, "prefixshield_query_tokens_total", group="bulk")
+    assert status(server, "sk-bulk", **{"X-Tenant": "shop"}) == 200
+    wait_until(
+        lambda: metric(server, "prefixshield_query_tokens_total", group="bulk") == bulk + BLOCK_SIZE
+    )
+
+
+def test_the_openai_sdk(server):
+    def sdk(key, **options):
+        return openai.OpenAI(
+            base_url=f"{server.base_url}/v1", api_key=key, max_retries=0, **options
+        )
+
+    client = sdk("sk-shop")
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "w1 w2 w3"}],
+        "max_tokens": 4,
+    }
+    answer = client.chat.completions.create(**asked, extra_body={"cache_salt": "a user's own"})
+    assert answer.usage.completion_tokens == 4
+    streamed = client.chat.completions.create(**asked, stream=True)
+    assert sum(bool(chunk.choices) for chunk in streamed) >= 1
+    assert client.completions.create(model="tiny", prompt="w1", max_tokens=1).choices
+    with pytest.raises(openai.AuthenticationError):
+        sdk("sk-nobody").models.list()
+    with pytest.raises(openai.PermissionDeniedError, match="not on PrefixShield's list"):
+        client.files.list()
+    by_gateway = sdk("sk-gateway", default_headers={"X-Tenant": "shop"})
+    assert by_gateway.chat.completions.create(**asked).usage.completion_tokens == 4
