@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench reproduce reproduce-real harmless test lint clean
+.PHONY: help setup demo serve bench reproduce reproduce-real harmless bench-core test lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 24
@@ -38,6 +38,9 @@ reproduce-real: setup ## the same on the real server, where that can be run (hou
 
 harmless: setup ## does the default preset harm ordinary traffic: serial replays, into results/harmless/
 	@$(VENV)/prefixshield harmless
+
+bench-core: setup ## what the policies cost inside vLLM, next to its own pool, into results/bench-core/
+	@$(VENV)/prefixshield bench-core
 
 test: setup ## all tests
 	@$(VENV)/python -m pytest

@@ -53,14 +53,16 @@ def assert_default_bounded(
     assert len(policy.ledger._accounts) <= accounts
     assert len(policy.ledger._owing) <= accounts
     blocks = policy.capacity_blocks
-    assert len(policy._origin) <= blocks
+    assert len(policy._origin) == len(policy._hash) == blocks
     assert len(policy._taken) <= blocks
-    assert len(policy._chains._parent) <= blocks
-    assert len(policy._chains._children) <= blocks
+    assert len(policy._chains._of_block) <= blocks
+    assert len(policy._chains._groups) <= len(groups)
+    assert sum(map(len, policy._chains._groups.values())) <= 2 * blocks
     miniatures = policy.trial._miniatures
     for ghosts in (policy.ghosts, *(one.ghosts for one in miniatures)):
         assert len(ghosts) <= max(1, blocks)
         assert len(ghosts._groups) <= len(groups)
+        assert len(ghosts._heap) <= 2 * len(groups) + 17
     for order in (policy.order, *(one.order for one in miniatures)):
         assert len(order._queue) <= blocks
         assert len(order._debtors._heap) <= 2 * len(groups) + 17

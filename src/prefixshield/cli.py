@@ -277,6 +277,31 @@ def harmless(
         typer.echo(f"{path}")
 
 
+@app.command("bench-core")
+def bench_core(
+    section: Annotated[
+        list[str] | None, typer.Option(help="Only this: cycles, memory, steps, server or replays.")
+    ] = None,
+    trace: Annotated[Path, typer.Option(help="What is replayed.")] = Path(
+        "traces/mooncake_conversation_bs512.jsonl.gz"
+    ),
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per block of it.")] = 512,
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+) -> None:
+    """Measure what the policies cost inside vLLM's scheduler, next to vLLM's own block pool."""
+    from prefixshield.evaluation.bench_core import run_bench_core
+
+    def progress(what: str) -> None:
+        typer.echo(f"{what} ...", err=True)
+
+    console = Console()
+    for found in run_bench_core(results, trace, block_size, section or [], progress):
+        shown = Table(*found.columns, title=found.title, title_justify="left")
+        for row in found.rows:
+            shown.add_row(*map(str, row))
+        _print_whole(console, shown)
+
+
 @app.command()
 def workload(
     name: Annotated[str, typer.Argument(help="A workload of the experiments, or a mixture.")],

@@ -155,18 +155,12 @@ def assert_pool_is_sound(manager: KVCacheManager) -> None:
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     assert len(free) == len(set(free)) == pool.get_num_free_blocks()
     assert set(free) == {b.block_id for b in pool.blocks if b.ref_cnt == 0 and not b.is_null}
-    candidates = [block_id for block_id in free if driver.is_candidate[block_id]]
-    assert sum(driver.is_candidate) == driver.candidate_count == len(candidates)
-    if not driver.failed:
-        assert driver.policy.candidate_count == len(candidates)
-        driver.policy.check()
     hashed = [block_id for block_id in free if pool.blocks[block_id].block_hash is not None]
-    if driver.policy.keeps_invalidated or driver.shadow:
-        assert set(hashed) <= set(candidates)
-    else:
-        assert hashed == candidates
-        # Truly free blocks stand in front.
-        assert not any(driver.is_candidate[block_id] for block_id in free[: -len(hashed) or None])
+    assert driver.candidate_count == len(hashed)
+    if driver.told:
+        assert driver.policy.candidate_count == len(hashed)
+        driver.policy.check()
+        assert free[len(free) - len(hashed) :] == hashed, "truly free blocks stand in front"
     for block in pool.blocks:
         if block.block_hash is not None:
             assert driver.owner[block.block_id] is not None

@@ -261,9 +261,8 @@ def test_a_sliding_window_group_makes_no_chains():
     parents = {full: [], 1 - full: []}
     for block in manager.block_pool.blocks:
         if block.block_hash is not None:
-            key = driver.policy._chains._key[block.block_id]
             number = int.from_bytes(block.block_hash[-4:], "big")
-            parents[number].append(driver.policy._chains._parent[key])
+            parents[number].append(driver.policy._chains._of_block[block.block_id].parent)
     assert [parent is None for parent in parents[full]] == [True] + [False] * 8
     assert len(parents[1 - full]) > 1
     assert not any(parents[1 - full])

@@ -7,76 +7,120 @@ memory and cannot be hit until its predecessors are materialised again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+
+
+class _Link:
+    """A key: the blocks cached under it, and the keys that it precedes or that precede it."""
+
+    __slots__ = ("block", "children", "copies", "key", "links", "parent", "reachable")
+
+    def __init__(self, links: dict[Hashable, _Link], key: Hashable) -> None:
+        self.links = links
+        self.key = key
+        self.block: int | None = None
+        """The block cached first; None: no block is, but keys that the key precedes are known."""
+        self.copies: dict[int, None] | None = None  # the other blocks, in order
+        self.parent: _Link | None = None
+        # Ordered: what becomes an orphan first does not depend on how a process hashes.
+        self.children: dict[_Link, None] | None = None
+        self.reachable = True
 
 
 class Chains:
-    """Cached blocks by key, and what precedes what. A key names a whole prefix up to its block.
+    """Cached blocks by group and key, and what precedes what.
 
-    O(1) per block added or removed, and per block that becomes an orphan or is reachable again.
+    A key names a whole prefix up to its block. O(1) per block added or removed, and per block that
+    becomes an orphan or is reachable again.
     """
 
     def __init__(self) -> None:
-        self._key: dict[int, Hashable] = {}
-        # Ordered: what becomes an orphan first does not depend on how a process hashes.
-        self._copies: dict[Hashable, dict[int, None]] = {}
-        self._parent: dict[Hashable, Hashable | None] = {}
-        self._children: dict[Hashable, dict[Hashable, None]] = {}
-        self._unreachable: set[Hashable] = set()
+        self._groups: dict[str, dict[Hashable, _Link]] = {}
+        self._of_block: dict[int, _Link] = {}
+        self.broken = False
+        """False: there has been no orphan since all was empty."""
 
     def is_orphan(self, block: int) -> bool:
         """Whether no lookup can reach a cached block."""
-        return self._key.get(block) in self._unreachable
+        link = self._of_block.get(block)
+        return link is not None and not link.reachable
 
-    def add(self, block: int, key: Hashable, parent: Hashable | None) -> list[int]:
+    def add(self, block: int, group: str, key: Hashable, parent: Hashable | None) -> Sequence[int]:
         """A block is cached under a key; returns the blocks that can be reached again thereby.
 
         ``parent``: the key that precedes it; None: it can be hit whatever else is cached.
         """
-        self._key[block] = key
-        copies = self._copies.setdefault(key, {})
-        copies[block] = None
-        if len(copies) > 1:
-            return []
-        self._parent[key] = parent
+        links = self._groups.get(group)
+        if links is None:
+            links = self._groups[group] = {}
+        link = links.get(key)
+        if link is None:
+            link = links[key] = _Link(links, key)
+        self._of_block[block] = link
+        if link.block is not None:
+            if link.copies is None:
+                link.copies = {}
+            link.copies[block] = None
+            return ()
+        link.block = block
+        link.reachable = True
         if parent is not None:
-            self._children.setdefault(parent, {})[key] = None
-            if parent not in self._copies or parent in self._unreachable:
-                self._unreachable.add(key)
-                return []
-        return self._turn(self._children.get(key, ()), unreachable=False)
+            before = links.get(parent)
+            if before is None:
+                before = links[parent] = _Link(links, parent)
+            if before.children is None:
+                before.children = {}
+            before.children[link] = None
+            link.parent = before
+            if before.block is None or not before.reachable:
+                link.reachable = False
+                self.broken = True
+                return ()
+        return self._turn(link.children, reachable=True) if link.children else ()
 
-    def remove(self, block: int) -> list[int]:
+    def remove(self, block: int) -> Sequence[int]:
         """A block is cached no more; returns the blocks that become orphans thereby."""
-        key = self._key.pop(block)
-        copies = self._copies[key]
-        del copies[block]
-        if copies:
-            return []
-        del self._copies[key]
-        parent = self._parent.pop(key)
-        if parent is not None:
-            siblings = self._children[parent]
-            del siblings[key]
-            if not siblings:
-                del self._children[parent]
-        self._unreachable.discard(key)
-        return self._turn(self._children.get(key, ()), unreachable=True)
+        link = self._of_block.pop(block)
+        if link.copies:
+            if link.block == block:
+                link.block = next(iter(link.copies))
+                del link.copies[link.block]
+            else:
+                del link.copies[block]
+            return ()
+        link.block = link.copies = None
+        before = link.parent
+        if before is not None:
+            link.parent = None
+            assert before.children is not None, "it precedes the key"
+            del before.children[link]
+            if before.block is None and not before.children:
+                del before.links[before.key]
+        if not link.children:
+            del link.links[link.key]
+            return ()
+        self.broken = True
+        return self._turn(link.children, reachable=False)
 
     def clear(self) -> None:
         """Nothing is cached."""
-        for state in (self._key, self._copies, self._parent, self._children, self._unreachable):
-            state.clear()
+        self._groups.clear()
+        self._of_block.clear()
+        self.broken = False
 
-    def _turn(self, keys: Iterable[Hashable], *, unreachable: bool) -> list[int]:
+    def _turn(self, links: Iterable[_Link], *, reachable: bool) -> list[int]:
         """Mark keys and all that follow them; returns the blocks of those that changed."""
         turned: list[int] = []
-        todo = list(keys)
+        todo = list(links)
         while todo:
-            key = todo.pop()
-            if (key in self._unreachable) == unreachable:
+            link = todo.pop()
+            if link.reachable == reachable:
                 continue
-            (self._unreachable.add if unreachable else self._unreachable.remove)(key)
-            turned += self._copies[key]
-            todo += self._children.get(key, ())
+            link.reachable = reachable
+            assert link.block is not None, "a key that another precedes is cached"
+            turned.append(link.block)
+            if link.copies:
+                turned += link.copies
+            if link.children:
+                todo += link.children
         return turned

@@ -9,9 +9,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from heapq import heapify, heappop, heappush, heapreplace
 
 #: Ghosts per block of the pool, over all groups: as many as S3-FIFO keeps.
 GHOSTS_PER_BLOCK = 0.9
+
+#: A group is ranked anew when it has grown by so many ghosts.
+_SLACK = 8
+
+
+class _Group:
+    """The ghosts of one group: hash → who made the block, the latest last."""
+
+    __slots__ = ("bound", "ghosts", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ghosts: OrderedDict[Hashable, Hashable] = OrderedDict()
+        self.bound = 0
+        """At least as many as there are ghosts, as the heap has it."""
 
 
 class Ghosts:
@@ -19,7 +35,9 @@ class Ghosts:
 
     def __init__(self, capacity_blocks: int) -> None:
         self._limit = max(1, int(GHOSTS_PER_BLOCK * capacity_blocks))
-        self._groups: dict[str, OrderedDict[Hashable, Hashable]] = {}
+        self._groups: dict[str, _Group] = {}
+        self._numbered: list[_Group] = []
+        self._heap: list[tuple[int, int]] = []  # (-bound, number), superseded ones included
         self._count = 0
 
     def __len__(self) -> int:
@@ -27,24 +45,57 @@ class Ghosts:
         return self._count
 
     def remember(self, group: str, block_hash: Hashable, maker: Hashable) -> None:
-        """A block that the request ``maker`` materialised was evicted unproven."""
-        ghosts = self._groups.setdefault(group, OrderedDict())
-        self._count += block_hash not in ghosts
+        """A block that the request ``maker`` materialised was evicted unproven. O(log groups)."""
+        own = self._groups.get(group)
+        if own is None:
+            own = self._groups[group] = _Group(len(self._numbered))
+            self._numbered.append(own)
+        ghosts = own.ghosts
+        if block_hash in ghosts:
+            ghosts.move_to_end(block_hash)
+            ghosts[block_hash] = maker
+            return
         ghosts[block_hash] = maker
-        ghosts.move_to_end(block_hash)
+        if len(ghosts) > own.bound:
+            own.bound = len(ghosts) + _SLACK
+            heappush(self._heap, (-own.bound, own.number))
+            if len(self._heap) > 2 * len(self._groups) + 16:
+                self._heap = [(-one.bound, one.number) for one in self._numbered]
+                heapify(self._heap)
+        self._count += 1
         if self._count > self._limit:
             if len(ghosts) * len(self._groups) <= self._limit:  # it has no more than its share
-                ghosts = max(self._groups.values(), key=len)
+                ghosts = self._largest().ghosts
             ghosts.popitem(last=False)
             self._count -= 1
 
     def recall(self, group: str, block_hash: Hashable) -> Hashable | None:
         """The maker of a block that was lost, whose ghost is laid to rest; None: no ghost."""
-        ghosts = self._groups.get(group)
-        maker = ghosts.pop(block_hash, None) if ghosts else None
+        own = self._groups.get(group)
+        maker = own.ghosts.pop(block_hash, None) if own else None
         self._count -= maker is not None
         return maker
 
     def size(self, group: str) -> int:
         """Number of ghosts remembered for a group."""
-        return len(self._groups.get(group, ()))
+        own = self._groups.get(group)
+        return len(own.ghosts) if own else 0
+
+    def sizes(self) -> dict[str, int]:
+        """Number of ghosts remembered, by group."""
+        return {name: len(group.ghosts) for name, group in self._groups.items()}
+
+    def _largest(self) -> _Group:
+        """The group with the most ghosts, of several the one seen first."""
+        heap = self._heap
+        while True:
+            bound, number = heap[0]
+            group = self._numbered[number]
+            size = len(group.ghosts)
+            if group.bound != -bound:
+                heappop(heap)
+            elif size < group.bound:
+                group.bound = size
+                heapreplace(heap, (-size, number))
+            else:
+                return group

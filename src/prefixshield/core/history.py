@@ -43,3 +43,7 @@ class AdmissionHistory:
     def size(self, group: str) -> int:
         """Number of identifiers remembered for a group."""
         return len(self._groups.get(group, ()))
+
+    def sizes(self) -> dict[str, int]:
+        """Number of identifiers remembered, by group."""
+        return {group: len(entries) for group, entries in self._groups.items()}

@@ -27,6 +27,15 @@ class Contract(NamedTuple):
     """Short-term credit in blocks, at least 0."""
 
 
+class Debt(NamedTuple):
+    """What a group owes, in blocks (policy.md section 2)."""
+
+    raw: float
+    """D_g: gates promotion."""
+    normalised: float
+    """D̃_g: ranks reclamation."""
+
+
 class Account:
     """The bucket of one (group, contract)."""
 
@@ -207,6 +216,13 @@ class Ledger:
             if account.clears_at > t:
                 rank = account.clears_at if rank == t else rank + account.clears_at - t
         return rank
+
+    def debts(self, t: float) -> dict[str, Debt]:
+        """What every group owes that has an account."""
+        return {
+            group: Debt(self.raw_debt(group, t), self.normalised_debt(group, t))
+            for group in self._of_group
+        }
 
     def heaviest_debt_weight(self, group: str, t: float) -> float:
         """W_g(t): the largest weight among the group's contracts in debt; 1 when none is."""

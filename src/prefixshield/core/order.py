@@ -8,7 +8,9 @@ decided by the proven share; whose block of it, by the debts that are called in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+import math
+from collections import Counter
+from collections.abc import Iterable, Set
 from typing import Generic, NamedTuple
 
 from prefixshield.core.debtors import Collection, Debtors
@@ -49,7 +51,9 @@ class Order(Generic[B]):
     ) -> None:
         """``victims_per_block``: victims that a block of debt pays for; below 1 in a miniature."""
         self.rule = rule
-        self._capacity = capacity_blocks
+        self.capacity_blocks = capacity_blocks
+        self.proven = 0
+        """Proven blocks, held ones included."""
         self._ledger = ledger
         self._victims_per_block = victims_per_block
         self._queues = CandidateQueues[B]()
@@ -70,6 +74,11 @@ class Order(Generic[B]):
         """All candidates. For tests: scans them."""
         return self._queues.check().keys()
 
+    def is_candidate(self, block: B) -> bool:
+        """Whether a block is a candidate."""
+        queue = self._queue.get(block)
+        return queue is not None and block in queue.blocks
+
     def retention(self, block: B) -> RetentionClass | None:
         """The class of a cached block."""
         queue = self._queue.get(block)
@@ -78,37 +87,44 @@ class Order(Generic[B]):
     @property
     def proven_part(self) -> float:
         """Part of the capacity that proven blocks have, held ones included."""
-        return self._proven / self._capacity
+        return self.proven / self.capacity_blocks
 
     def admit(self, block: B, group: str, *, proven: bool) -> None:
         """A block is cached, and held; what it was before is forgotten."""
-        self.drop(block)
+        if block in self._queue:
+            self.drop(block)
         if not proven and not self._was_full:
             self._unproven_until_full -= 1
             proven = self._unproven_until_full < 0
-        unproven_queue, proven_queue, _ = self._queues.of_group(group)
-        self._queue[block] = proven_queue if proven else unproven_queue
-        self._proven += proven
+        queues = self._queues.of_group(group)
+        queue = queues[1] if proven else queues[0]
+        self._queue[block] = queue
+        queue.cached += 1
+        self.proven += proven
 
     def reuse(self, block: B, *, promote: bool) -> bool:
         """A held block was hit by another request than it was made by; whether it is promoted."""
         queue = self._queue[block]
-        _, proven_queue, promoted_queue = self._queues.of_group(queue.group)
-        self._chances[block] = min(MAX_CHANCES, self._chances.get(block, 0) + 1)
-        self._proven += queue.retention is RetentionClass.PROBATIONARY
-        if promote and queue is not promoted_queue:
-            self._queue[block] = promoted_queue
-            return True
-        if queue.retention is RetentionClass.PROBATIONARY:
-            self._queue[block] = proven_queue
-        return False
+        chances = self._chances.get(block, 0)
+        if chances < MAX_CHANCES:
+            self._chances[block] = chances + 1
+        retention = queue.retention
+        if retention is RetentionClass.REUSE or not (
+            promote or retention is RetentionClass.PROBATIONARY
+        ):
+            return False
+        self.proven += retention is RetentionClass.PROBATIONARY
+        better = self._queues.of_group(queue.group)[2 if promote else 1]
+        queue.cached -= 1
+        better.cached += 1
+        self._queue[block] = better
+        return promote
 
     def append(self, blocks: Iterable[B]) -> None:
         """Held blocks become candidates, in native order."""
-        placed = [(block, self._queue[block]) for block in blocks]
-        self._queues.append(placed)
-        for group in {queue.group for _, queue in placed}:
-            self._debtors.enter(group, self._ledger.time)
+        t = self._ledger.time
+        for group in self._queues.append(blocks, self._queue.__getitem__):
+            self._debtors.enter(group, t)
 
     def remove(self, block: B) -> None:
         """A candidate is held."""
@@ -118,16 +134,21 @@ class Order(Generic[B]):
         """A block is cached no more, and no candidate."""
         queue = self._queue.pop(block, None)
         if queue is not None:
-            self._proven -= queue.retention is not RetentionClass.PROBATIONARY
+            queue.cached -= 1
+            self.proven -= queue.retention is not RetentionClass.PROBATIONARY
             self._chances.pop(block, None)
+
+    def cached(self) -> dict[tuple[str, RetentionClass], int]:
+        """Cached blocks by group and class, held ones included."""
+        return self._queues.cached()
 
     def clear(self) -> None:
         """Nothing is cached."""
         self._queues.clear()
         self._queue.clear()
         self._chances.clear()
-        self._proven = 0
-        self._unproven_until_full = self._capacity - round(FIRST_SHARE * self._capacity)
+        self.proven = 0
+        self._unproven_until_full = self.capacity_blocks - round(FIRST_SHARE * self.capacity_blocks)
         self._was_full = False
 
     def charged(self, group: str, t: float) -> None:
@@ -149,8 +170,17 @@ class Order(Generic[B]):
 
     def take(self, count: int, t: float) -> list[tuple[B, RetentionClass]]:
         """The next ``count`` victims and their classes; they are cached no more."""
-        self._was_full |= count > 0
+        if not count:
+            return []
+        self._was_full = True
         victims: list[tuple[B, RetentionClass]] = []
+        if self._debtors.largest(t) is not None:
+            self._call_in(count, t, victims)
+        self._lose(None, count - len(victims), victims)
+        return victims
+
+    def _call_in(self, count: int, t: float, victims: list[tuple[B, RetentionClass]]) -> None:
+        """Add what those lose who owe more than the average, up to ``count``."""
         debts = Collection(
             self._debtors,
             self._queues.offer,
@@ -161,32 +191,47 @@ class Order(Generic[B]):
         )
         while payer := debts.next(count - len(victims)):
             group, alone = payer
-            paid = 0
-            queue: Queue[B] | None
+            before = len(victims)
             if self.rule.calls_in_debts:
-                for queue in self._turns(group, alone):
-                    victims.append(self._take(queue))
-                    paid += 1
+                self._lose(group, alone, victims)
+                debts.paid(len(victims) - before)
             elif (queue := self._next(None)) is not None:
                 near = self._as_old(queue, group)
-                victims.append(self._take(near or queue))
-                paid = near is not None
-            debts.paid(paid)
+                self._take(near or queue, 1, math.inf, victims)
+                debts.paid(near is not None)
         debts.close()
-        for queue in self._turns(None, count - len(victims)):
-            victims.append(self._take(queue))
-        return victims
 
-    def _turns(self, group: str | None, count: int) -> Iterator[Queue[B]]:
-        """Up to ``count`` queues, one after the other, each to lose its first block."""
-        while count and (queue := self._next(group)) is not None:
-            yield queue
-            count -= 1
+    def _lose(self, group: str | None, count: int, victims: list[tuple[B, RetentionClass]]) -> None:
+        """Add up to ``count`` victims, of one group or for None of all, one after the other.
 
-    def _take(self, queue: Queue[B]) -> tuple[B, RetentionClass]:
-        block = self._queues.take(queue)
-        self.drop(block)
-        return block, queue.retention
+        Of unproven blocks, as many at once as are next whatever else there is.
+        """
+        count += len(victims)
+        while len(victims) < count and (queue := self._next(group)) is not None:
+            most, before = count - len(victims), math.inf
+            if queue.retention is not RetentionClass.PROBATIONARY:
+                most = 1
+            elif not self.rule.proven_share:
+                _, proven = self._heads(group)
+                before = proven.head() if proven else math.inf
+            if group is None and most > 1:
+                before = min(before, self._queues.rival(queue))
+            self._take(queue, most, before, victims)
+
+    def _take(
+        self, queue: Queue[B], count: int, before: float, victims: list[tuple[B, RetentionClass]]
+    ) -> None:
+        """Add a queue's first blocks, those with a lower sequence number."""
+        retention = queue.retention
+        taken = self._queues.take(queue, count, before)
+        for block in taken:
+            del self._queue[block]
+            victims.append((block, retention))
+        queue.cached -= len(taken)
+        if retention is not RetentionClass.PROBATIONARY:
+            self.proven -= len(taken)
+            for block in taken:
+                self._chances.pop(block, None)
 
     def _next(self, group: str | None) -> Queue[B] | None:
         """The queue whose first block is next, of one group or for None of all; None: no block.
@@ -202,7 +247,7 @@ class Order(Generic[B]):
             elif share == 0:
                 queue = unproven if unproven.head() < proven.head() else proven
             else:
-                queue = proven if self._proven > share * self._capacity else unproven
+                queue = proven if self.proven > share * self.capacity_blocks else unproven
             if queue is None or not share or queue is unproven:
                 return queue
             block = queue.first()
@@ -210,14 +255,13 @@ class Order(Generic[B]):
             if not chances:
                 return queue
             self._chances[block] = chances - 1
-            self._queues.remove(block, queue)
-            self._queues.append([(block, queue)])
+            self._queues.move_to_end(queue)
 
     def _as_old(self, queue: Queue[B], group: str) -> Queue[B] | None:
         """The group's queue in the segment of ``queue``, if its first block is about as old."""
         unproven, proven = self._heads(group)
         own = unproven if queue.retention is RetentionClass.PROBATIONARY else proven
-        if own is None or own.head() > queue.head() + AS_OLD * self._capacity:
+        if own is None or own.head() > queue.head() + AS_OLD * self.capacity_blocks:
             return None
         spared = self.rule.proven_share and own is proven and self._chances.get(own.first())
         return None if spared else own
@@ -244,5 +288,7 @@ class Order(Generic[B]):
             assert self._queue[block] is queue, f"block {block} is in another queue"
         lowest = RetentionClass.PROBATIONARY
         proven = sum(queue.retention is not lowest for queue in self._queue.values())
-        assert proven == self._proven, f"counted {self._proven} proven blocks, found {proven}"
+        assert proven == self.proven, f"counted {self.proven} proven blocks, found {proven}"
+        found = Counter((queue.group, queue.retention) for queue in self._queue.values())
+        assert self.cached() == found, f"counted {self.cached()}, found {found}"
         assert self._chances.keys() <= self._queue.keys(), "chances of a block that is not cached"

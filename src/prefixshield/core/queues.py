@@ -8,8 +8,9 @@ back in native order, so a stale entry surfaces too early, never too late.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from heapq import heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
@@ -22,12 +23,14 @@ B = TypeVar("B", bound=Hashable)
 class Queue(Generic[B]):
     """The candidates of one group and class: block → native sequence number, ascending."""
 
-    __slots__ = ("blocks", "group", "listed", "retention")
+    __slots__ = ("blocks", "cached", "group", "listed", "retention")
 
     def __init__(self, group: str, retention: RetentionClass) -> None:
         self.group = group
         self.retention = retention
         self.blocks: OrderedDict[B, int] = OrderedDict()
+        self.cached = 0
+        """Blocks of the group and class, held ones included; kept by the policy."""
         self.listed = False
         """Whether the heap of the class has an entry for this queue."""
 
@@ -64,27 +67,57 @@ class CandidateQueues(Generic[B]):
         """Whether the group owns a candidate."""
         return any(queue.blocks for queue in self._groups.get(group, ()))
 
-    def append(self, placed: Iterable[tuple[B, Queue[B]]]) -> None:
-        """Add candidates, each to its queue, at the end of the native order."""
+    def append(self, blocks: Iterable[B], queue_of: Callable[[B], Queue[B]]) -> set[str]:
+        """Add candidates at the end of the native order; returns the groups that own them."""
         first = sequence = self._next_sequence
-        for block, queue in placed:
+        groups = set()
+        queue = None
+        for block in blocks:
+            before, queue = queue, queue_of(block)
             queue.blocks[block] = sequence
-            if not queue.listed:
-                queue.listed = True
-                heappush(self._heads[queue.retention], (sequence, queue))
+            if queue is not before:
+                groups.add(queue.group)
+                if not queue.listed:
+                    queue.listed = True
+                    heappush(self._heads[queue.retention], (sequence, queue))
             sequence += 1
         self._next_sequence = sequence
         self._count += sequence - first
+        return groups
 
     def remove(self, block: B, queue: Queue[B]) -> None:
         """Take a candidate out, wherever it stands."""
         del queue.blocks[block]
         self._count -= 1
 
-    def take(self, queue: Queue[B]) -> B:
-        """Take out the first block of a queue, which is not empty."""
-        self._count -= 1
-        return queue.blocks.popitem(last=False)[0]
+    def take(self, queue: Queue[B], count: int, before: float) -> list[B]:
+        """Take out up to ``count`` first blocks of a queue, those with a lower sequence number."""
+        taken: list[B] = []
+        blocks = queue.blocks
+        while blocks and len(taken) < count:
+            block, sequence = blocks.popitem(last=False)
+            if sequence >= before:
+                blocks[block] = sequence
+                blocks.move_to_end(block, last=False)
+                break
+            taken.append(block)
+        self._count -= len(taken)
+        return taken
+
+    def move_to_end(self, queue: Queue[B]) -> None:
+        """The first block of a queue, which is not empty, becomes the last in native order."""
+        block, _ = queue.blocks.popitem(last=False)
+        queue.blocks[block] = self._next_sequence
+        self._next_sequence += 1
+
+    def rival(self, queue: Queue[B]) -> int:
+        """A sequence number that no other queue of its class has a head before.
+
+        The queue is the one that ``first`` has just returned for its class.
+        """
+        # No other head precedes this one before its children in the heap do.
+        heap = self._heads[queue.retention]
+        return min((entry[0] for entry in heap[1:3]), default=self._next_sequence)
 
     def offer(self, group: str) -> tuple[int, int] | None:
         """What the group would lose next, as (class, native sequence number); None: nothing."""
@@ -97,24 +130,16 @@ class CandidateQueues(Generic[B]):
         """Take up to ``count`` next victims of the group: lowest class, then native order."""
         victims: list[B] = []
         for queue in self._groups[group]:
-            blocks = queue.blocks
-            while blocks and len(victims) < count:
-                victims.append(blocks.popitem(last=False)[0])
-        self._count -= len(victims)
+            if queue.blocks and len(victims) < count:
+                victims += self.take(queue, count - len(victims), math.inf)
         return victims
 
     def pop_lowest(self, count: int) -> list[B]:
         """Take the next ``count`` victims over all groups: lowest class, then native order."""
         victims: list[B] = []
         for retention in RetentionClass:
-            heap = self._heads[retention]
             while len(victims) < count and (queue := self.first(retention)) is not None:
-                # No other head precedes this one before its children in the heap do.
-                rival = min((entry[0] for entry in heap[1:3]), default=self._next_sequence)
-                blocks = queue.blocks
-                while blocks and len(victims) < count and queue.head() < rival:
-                    victims.append(blocks.popitem(last=False)[0])
-        self._count -= len(victims)
+                victims += self.take(queue, count - len(victims), self.rival(queue))
         return victims
 
     def first(self, retention: RetentionClass) -> Queue[B] | None:
@@ -131,11 +156,21 @@ class CandidateQueues(Generic[B]):
                 return queue
         return None
 
+    def cached(self) -> dict[tuple[str, RetentionClass], int]:
+        """Blocks by group and class, held ones included."""
+        return {
+            (group, queue.retention): queue.cached
+            for group, queues in self._groups.items()
+            for queue in queues
+            if queue.cached
+        }
+
     def clear(self) -> None:
-        """Forget every candidate."""
+        """Forget every block."""
         for queues in self._groups.values():
             for queue in queues:
                 queue.blocks.clear()
+                queue.cached = 0
         self._count = 0
 
     def check(self) -> Mapping[B, Queue[B]]:

@@ -103,7 +103,10 @@ class Trial:
 
     def samples(self, block_hash: Hashable) -> bool:
         """Whether the miniatures see accesses to a block."""
-        return crc32(repr(block_hash).encode()) < self._sampled_below
+        if self._sampled_below >= 2**32:
+            return True
+        name = block_hash if isinstance(block_hash, bytes) else repr(block_hash).encode()
+        return crc32(name) < self._sampled_below
 
     def charged(self, group: str, t: float) -> None:
         """A group's debt may have grown."""

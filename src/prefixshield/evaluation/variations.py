@@ -48,11 +48,11 @@ class _NoChains(Chains):
     def is_orphan(self, block: int) -> bool:
         return False
 
-    def add(self, block: int, key: Hashable, parent: Hashable | None) -> list[int]:
-        return []
+    def add(self, block: int, group: str, key: Hashable, parent: Hashable | None) -> Sequence[int]:
+        return ()
 
-    def remove(self, block: int) -> list[int]:
-        return []
+    def remove(self, block: int) -> Sequence[int]:
+        return ()
 
 
 def _constant(owner: Any, name: str, *values: float) -> Mapping[str, Assignments]:

@@ -17,8 +17,8 @@ from prefixshield.core.ghosts import Ghosts
 from prefixshield.core.ledger import EPSILON, Account, Contract, Ledger
 from prefixshield.core.order import Order
 from prefixshield.core.retention import RetentionClass
-from prefixshield.core.trial import Key, Trial
-from prefixshield.policies.base import Access, Policy, PolicySetup
+from prefixshield.core.trial import Trial
+from prefixshield.policies.base import Access, Debt, Policy, PolicySetup
 
 #: Where proven blocks have less than this much of what they have in the miniature that the pool
 #: follows, what is admitted counts as proven: the pool has to become like it to fare like it.
@@ -26,14 +26,11 @@ CATCH_UP_BELOW = 0.9
 
 
 class _Origin(NamedTuple):
-    """Who materialised a block, and under which hash."""
+    """Who materialised a block; shared by all blocks of one batch."""
 
     account: Account
     request_id: Hashable
     prefix_id: str | None
-    key: Key
-    sampled: bool
-    """Whether the trial sees its accesses."""
 
 
 class AdaptiveShield(Policy):
@@ -49,8 +46,10 @@ class AdaptiveShield(Policy):
         self.order: Order[int] = Order(setup.usable_blocks, self.ledger, self.trial.rule)
         self._chains = Chains()
         self._orphans: OrderedDict[int, None] = OrderedDict()  # candidates, the first to go first
-        self._candidates: set[int] = set()
-        self._origin: dict[int, _Origin] = {}  # of every cached block
+        # Of every cached block: who made it, its hash, and whether the trial sees its accesses.
+        self._origin: list[_Origin | None] = [None] * setup.capacity_blocks
+        self._hash: list[Hashable] = [None] * setup.capacity_blocks
+        self._sampled = bytearray(setup.capacity_blocks)
         self._taken: dict[int, RetentionClass] = {}  # the latest victims
 
     def materialise(
@@ -67,16 +66,21 @@ class AdaptiveShield(Policy):
         self.ledger.charge(account, len(blocks), t)
         self.order.charged(group, t)
         self.trial.charged(group, t)
-        for place, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True)):
-            self._lose([block])  # one whose content was lost while it was held
-            key = (group, block_hash)
-            sampled = self.trial.samples(block_hash)
-            self._origin[block] = _Origin(account, request_id, access.prefix_id, key, sampled)
+        origin = _Origin(account, request_id, access.prefix_id)
+        proven_until = self._proven_until()
+        if parents is None:
+            parents = [None] * len(blocks)
+        for block, block_hash, parent in zip(blocks, hashes, parents, strict=True):
+            if self._origin[block] is not None:  # its content was lost while it was held
+                self._lose([block])
+            self._origin[block] = origin
+            self._hash[block] = block_hash
+            self._sampled[block] = self.trial.samples(block_hash)
             maker = self.ghosts.recall(group, block_hash)
             again = maker is not None and maker != request_id
-            self.order.admit(block, group, proven=again or self._lags())
-            parent = None if parents is None or parents[place] is None else (group, parents[place])
-            self._come_back(self._chains.add(block, key, parent))
+            self.order.admit(block, group, proven=again or self.order.proven < proven_until)
+            if found := self._chains.add(block, group, block_hash, parent):
+                self._come_back(found)
 
     def hit(self, blocks: Sequence[int], access: Access) -> list[int]:
         """Record reuse always; promote what proven, debt-free reuse earns (policy.md section 5)."""
@@ -85,7 +89,7 @@ class AdaptiveShield(Policy):
         owes = self.ledger.raw_debt(access.group, t) > EPSILON
         promoted = []
         for block in blocks:
-            origin = self._origin.get(block)
+            origin = self._origin[block]
             if origin is None or origin.request_id == access.request_id:
                 continue
             earned = origin.account is account and origin.prefix_id == access.prefix_id
@@ -95,36 +99,35 @@ class AdaptiveShield(Policy):
 
     def hold(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self._candidates.remove(block)
             if block in self._orphans:
                 del self._orphans[block]
             else:
                 self.order.remove(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        self._candidates.update(blocks)
-        orphans = [block for block in blocks if self._chains.is_orphan(block)]
-        self._orphans.update(dict.fromkeys(orphans))
-        self.order.append(block for block in blocks if block not in self._orphans)
+        if self._chains.broken:
+            orphans = dict.fromkeys(filter(self._chains.is_orphan, blocks))
+            self._orphans.update(orphans)
+            self.order.append(block for block in blocks if block not in orphans)
+        else:
+            self.order.append(blocks)
         self._try(blocks)
 
     def evict(self, count: int, access: Access) -> list[int]:
         """Orphans first, then by the order that the trial favours."""
         self._require(count)
         t = self.ledger.now(access.time)
-        self._taken = {}
-        while self._orphans and len(self._taken) < count:
+        self._taken = taken = {}
+        while self._orphans and len(taken) < count:
             block, _ = self._orphans.popitem(last=False)
-            self._taken[block] = self.order.retention(block) or RetentionClass.PROBATIONARY
+            taken[block] = self.order.retention(block) or RetentionClass.PROBATIONARY
             self.order.drop(block)
-        self.orphans_evicted += len(self._taken)
-        self._taken.update(self.order.take(count - len(self._taken), t))
-        victims = list(self._taken)
-        self._candidates.difference_update(victims)
-        for block, retention in self._taken.items():
+        self.orphans_evicted += len(taken)
+        taken.update(self.order.take(count - len(taken), t))
+        for block, retention in taken.items():
             if retention is RetentionClass.PROBATIONARY:
-                origin = self._origin[block]
-                self.ghosts.remember(*origin.key, origin.request_id)
+                self._become_ghost(block)
+        victims = list(taken)
         self._lose(victims)
         return victims
 
@@ -136,8 +139,7 @@ class AdaptiveShield(Policy):
         self.order.mark_full()
         for block in blocks:
             if self.order.retention(block) is RetentionClass.PROBATIONARY:
-                origin = self._origin[block]
-                self.ghosts.remember(*origin.key, origin.request_id)
+                self._become_ghost(block)
             self.forget(block)
 
     def reconfigure(
@@ -150,40 +152,61 @@ class AdaptiveShield(Policy):
     def reset(self) -> None:
         self.order.clear()
         self._chains.clear()
-        for state in (self._orphans, self._candidates, self._origin, self._taken):
-            state.clear()
+        self._orphans.clear()
+        self._taken = {}
+        self._origin = [None] * len(self._origin)
+        self._hash = [None] * len(self._hash)
 
     @property
     def candidate_count(self) -> int:
-        return len(self._candidates)
+        return len(self.order) + len(self._orphans)
 
     def retention_class(self, block: int) -> RetentionClass | None:
         cached = self.order.retention(block)
         return self._taken.get(block) if cached is None else cached
 
+    def resident_blocks(self) -> Mapping[tuple[str, RetentionClass], int]:
+        return self.order.cached()
+
+    def debts(self, time: float) -> Mapping[str, Debt]:
+        return self.ledger.debts(time)
+
+    def remembered(self) -> Mapping[str, int]:
+        return self.ghosts.sizes()
+
     def check(self) -> None:
         self.order.check()
-        assert self._candidates == self._orphans.keys() | self.order.candidates()
         assert not self._orphans.keys() & self.order.candidates()
-        for block in self._origin:
-            orphan = self._chains.is_orphan(block) and block in self._candidates
-            assert (block in self._orphans) == orphan, f"block {block}: {orphan=}"
+        candidates = self._orphans.keys() | self.order.candidates()
+        for block, origin in enumerate(self._origin):
+            if origin is not None:
+                orphan = self._chains.is_orphan(block) and block in candidates
+                assert (block in self._orphans) == orphan, f"block {block}: {orphan=}"
 
-    def _lags(self) -> bool:
-        """Whether the pool still has to become like the miniature that it follows."""
-        wanted = CATCH_UP_BELOW * self.trial.proven_part
-        return self.order.rule.proven_share > 0 and self.order.proven_part < wanted
+    def _proven_until(self) -> float:
+        """Below how many proven blocks the pool has to become like the miniature it follows."""
+        if self.order.rule.proven_share == 0:
+            return 0.0
+        return CATCH_UP_BELOW * self.trial.proven_part * self.order.capacity_blocks
+
+    def _become_ghost(self, block: int) -> None:
+        origin = self._made(block)
+        self.ghosts.remember(origin.account.group, self._hash[block], origin.request_id)
+
+    def _made(self, block: int) -> _Origin:
+        origin = self._origin[block]
+        assert origin is not None, f"block {block} was never materialised"
+        return origin
 
     def _lose(self, blocks: Sequence[int]) -> None:
         """Blocks that are no candidates are cached no more; what they leave behind is orphaned."""
         for block in blocks:
-            if block in self._origin:
-                del self._origin[block]
-                self.order.drop(block)
-                for orphan in self._chains.remove(block):
-                    if orphan in self._candidates:
-                        self.order.remove(orphan)
-                        self._orphans[orphan] = None
+            self._origin[block] = None
+            self.order.drop(block)
+            for orphan in self._chains.remove(block):
+                if self.order.is_candidate(orphan):
+                    self.order.remove(orphan)
+                    self._orphans[orphan] = None
 
     def _come_back(self, blocks: Iterable[int]) -> None:
         """Blocks can be reached again."""
@@ -194,14 +217,14 @@ class AdaptiveShield(Policy):
 
     def _try(self, blocks: Sequence[int]) -> None:
         """Tell the trial that a request has used these blocks, given tail first."""
-        origins = [origin for block in reversed(blocks) if (origin := self._origin[block]).sampled]
-        if not origins:
+        sampled = [block for block in reversed(blocks) if self._sampled[block]]
+        if not sampled:
             return
         t = self.ledger.time
-        group = origins[0].account.group
+        group = self._made(sampled[0]).account.group
         debt = self.ledger.normalised_debt(group, t)
         excess = debt - self.ledger.mean_debt_of_others(group, t)
         discount = excess / max(debt, self.order.largest_debt(t)) if excess > EPSILON else 0.0
-        keys = list(dict.fromkeys(origin.key for origin in origins))
+        keys = list(dict.fromkeys((group, self._hash[block]) for block in sampled))
         self.trial.serve(keys, len(blocks), t, discount)
         self.order.rule = self.trial.rule

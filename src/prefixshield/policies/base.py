@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from prefixshield.core.ledger import Contract
+from prefixshield.core.ledger import Contract, Debt
 from prefixshield.core.retention import RetentionClass
 
 
@@ -26,13 +26,6 @@ class Access(NamedTuple):
     """Seconds of the accounting clock."""
     prefix_id: str | None = None
     """The logical prefix that the request names; None: each block's own hash identifies it."""
-
-
-class Debt(NamedTuple):
-    """What a group owes, in blocks (policy.md section 2)."""
-
-    raw: float
-    normalised: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +56,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
 
-    #: True: a candidate that loses its content keeps its place in the order, as in native vLLM.
-    #: False: the pool forgets it and hands it out before any cached block.
-    keeps_invalidated: ClassVar[bool] = False
+    #: Whether its order is the native one, so that vLLM's own pool need not ask it.
+    native_order: ClassVar[bool] = False
 
     #: How many blocks a group may have, held or cached; None: as many as the pool has. With a
     #: share the pool counts, takes truly free blocks only while the group is below it, and asks

@@ -16,7 +16,7 @@ class Lru(Policy):
     """Candidates in native order, groups ignored."""
 
     name = "lru"
-    keeps_invalidated = True
+    native_order = True
 
     def __init__(self, setup: PolicySetup) -> None:
         super().__init__(setup)

@@ -17,7 +17,7 @@ from prefixshield.core.history import AdmissionHistory
 from prefixshield.core.ledger import EPSILON, Account, Contract, Ledger
 from prefixshield.core.queues import CandidateQueues, Queue
 from prefixshield.core.retention import RetentionClass
-from prefixshield.policies.base import Access, Policy, PolicySetup
+from prefixshield.policies.base import Access, Debt, Policy, PolicySetup
 
 #: The history remembers this many prefixes per block of the pool, over all groups.
 HISTORY_PREFIXES_PER_BLOCK = 4
@@ -44,9 +44,10 @@ class Shield(Policy):
         self.history = AdmissionHistory(self._history_prefixes // max(1, len(setup.groups)))
         self._queues = CandidateQueues[int]()
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
-        # Per block: who made it, and the queue of its owner and class; None: never cached.
+        # Per block: who made it, and the queue of its owner and class; None: not cached.
         self._origin: list[_Origin | None] = [None] * setup.capacity_blocks
         self._queue: list[Queue[int] | None] = [None] * setup.capacity_blocks
+        self._taken: dict[int, RetentionClass] = {}  # the latest victims
 
     def materialise(
         self,
@@ -70,8 +71,11 @@ class Shield(Policy):
         if account.in_debt(t):
             normal = probationary
         for block, again in zip(blocks, known, strict=True):
+            if self._queue[block] is not None:  # its content was lost while it was held
+                self._lose([block])
             self._origin[block] = origin
-            self._queue[block] = normal if again else probationary
+            self._queue[block] = queue = normal if again else probationary
+            queue.cached += 1
 
     def hit(self, blocks: Sequence[int], access: Access) -> list[int]:
         """Promote what proven, debt-free reuse earns (policy.md section 5)."""
@@ -90,7 +94,9 @@ class Shield(Policy):
                 and origin.request_id != access.request_id
                 and origin.prefix_id == access.prefix_id
             ):
+                self._queue_of(block).cached -= 1
                 self._queue[block] = reuse
+                reuse.cached += 1
                 promoted.append(block)
         return promoted
 
@@ -105,23 +111,27 @@ class Shield(Policy):
             victims += taken
             debts.paid(len(taken))
         debts.close()
-        return victims + self._queues.pop_lowest(count - len(victims))
+        victims += self._queues.pop_lowest(count - len(victims))
+        self._taken = {block: self._queue_of(block).retention for block in victims}
+        self._lose(victims)
+        return victims
 
     def hold(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self._queues.remove(block, self._queue_of(block))
 
     def release(self, blocks: Sequence[int]) -> None:
-        queues = [self._queue_of(block) for block in blocks]
-        self._queues.append(zip(blocks, queues, strict=True))
-        for group in {queue.group for queue in queues}:
+        for group in self._queues.append(blocks, self._queue_of):
             self._debtors.enter(group, self.ledger.time)
 
     def forget(self, block: int) -> None:
         self.hold([block])
+        self._lose([block])
 
     def reset(self) -> None:
         self._queues.clear()
+        self._taken = {}
+        self._queue = [None] * len(self._queue)
 
     def reconfigure(
         self, contracts: Mapping[str, Contract], groups: Sequence[str], time: float
@@ -136,11 +146,26 @@ class Shield(Policy):
 
     def retention_class(self, block: int) -> RetentionClass | None:
         queue = self._queue[block]
-        return None if queue is None else queue.retention
+        return self._taken.get(block) if queue is None else queue.retention
+
+    def resident_blocks(self) -> Mapping[tuple[str, RetentionClass], int]:
+        return self._queues.cached()
+
+    def debts(self, time: float) -> Mapping[str, Debt]:
+        return self.ledger.debts(time)
+
+    def remembered(self) -> Mapping[str, int]:
+        return self.history.sizes()
 
     def check(self) -> None:
         for block, queue in self._queues.check().items():
             assert self._queue[block] is queue, f"block {block} is in another queue"
+
+    def _lose(self, blocks: Sequence[int]) -> None:
+        """Blocks that are no candidates are cached no more."""
+        for block in blocks:
+            self._queue_of(block).cached -= 1
+            self._queue[block] = None
 
     def _classes(self, group: str) -> tuple[Queue[int], Queue[int], Queue[int]]:
         """The group's queues of probationary, normal and reuse blocks."""

@@ -3,13 +3,15 @@
 vLLM's own free queue stays in charge of which blocks are free and keeps them in native order; the
 policy only reorders the choice of victims. So whatever a policy does, no block can be leaked,
 freed twice or handed out while held: an answer that does not fit, or an exception, switches
-eviction to native order until the prefix cache is next reset, and is counted.
+eviction to native order until the prefix cache is next reset, and is counted. A policy whose order
+is the native one is not asked at all.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
@@ -38,9 +40,12 @@ class PolicyDriver:
         self.default = default
         """Who pays for what no request is known to have caused."""
         self.failed = False
-        """Whether the policy has failed and eviction is in native order."""
+        """Whether the policy has failed."""
+        self.told = not policy.native_order
+        """Whether the policy is told what happens; not once it has failed, and not one whose order
+        is the native one."""
         self.shadow = False
-        """Whether the policy only accounts: eviction is in native order, and it is told."""
+        """Whether the policy only accounts: it is told, and victims leave in native order."""
         self.current: Access | None = None
         """The request that vLLM is allocating for; None outside an allocation."""
         self.proves_reuse = False
@@ -49,14 +54,18 @@ class PolicyDriver:
         """Since start, by (name, label values...); see ``serving.metrics``."""
         self.owner: list[str | None] = [None] * policy.capacity_blocks
         """By block: the group that last materialised it; None: nobody, or it was invalidated."""
-        self.is_candidate = bytearray(policy.capacity_blocks)
-        """By block: 1 while the policy counts it among its candidates."""
         self.candidate_count = 0
+        """Free blocks with content; the policy's candidates, if it is told of them."""
         self._orphans_counted = 0
         share = policy.share_blocks
         self.shares = None if share is None else Shares(policy.capacity_blocks, share)
         """The count of every group's blocks; None: the policy divides nothing. Right whether or
         not the policy has failed."""
+
+    @property
+    def native(self) -> bool:
+        """Whether victims leave in native order."""
+        return self.shadow or not self.told
 
     def access(
         self, identity: Identity, request_id: str = "", prefix_id: str | None = None
@@ -72,9 +81,10 @@ class PolicyDriver:
         parents: Sequence[Hashable | None] | None = None,
     ) -> None:
         """Held blocks became cached: full, each exactly once; see ``Policy.materialise``."""
+        owner, group = self.owner, access.group
         for block in blocks:
-            self.owner[block] = access.group
-        self.counts["materialised", access.group] += len(blocks)
+            owner[block] = group
+        self.counts["materialised", group] += len(blocks)
         self._guarded(self.policy.materialise, blocks, hashes, access, parents)
 
     def hit(self, blocks: Sequence[int]) -> None:
@@ -86,34 +96,29 @@ class PolicyDriver:
             self.counts["promoted", self.current.group] += promoted
 
     def held(self, blocks: Sequence[int]) -> None:
-        """Free cached blocks are about to be held."""
-        candidates = [block for block in blocks if self.is_candidate[block]]
-        if candidates:
-            self._unmark(candidates)
+        """Candidates are held."""
+        if blocks:
+            self.candidate_count -= len(blocks)
             if self.shares is not None:
-                self.shares.hold(candidates)
-            self._guarded(self.policy.hold, candidates)
+                self.shares.hold(blocks)
+            self._guarded(self.policy.hold, blocks)
 
     def released(self, blocks: Sequence[int]) -> None:
         """Cached blocks became free, in native order."""
         if blocks:
-            for block in blocks:
-                self.is_candidate[block] = 1
             self.candidate_count += len(blocks)
             if self.shares is not None:
                 self.shares.release(blocks)
             self._guarded(self.policy.release, blocks)
 
-    def invalidated(self, block: int) -> bool:
-        """A free cached block lost its content; returns whether it should be handed out at once."""
+    def invalidated(self, block: int, *, candidate: bool) -> None:
+        """A cached block lost its content without being chosen, a candidate or a held one."""
         self.owner[block] = None
-        if not self.is_candidate[block] or self.policy.keeps_invalidated or self.shadow:
-            return False
-        self._unmark([block])
-        if self.shares is not None:
-            self.shares.empty([block])
-        self._guarded(self.policy.forget, block)
-        return True
+        if candidate:
+            self.candidate_count -= 1
+            if self.shares is not None:
+                self.shares.empty([block])
+            self._guarded(self.policy.forget, block)
 
     def room(self, shares: Shares) -> int:
         """How many truly free blocks the request that vLLM is allocating for may take."""
@@ -128,45 +133,40 @@ class PolicyDriver:
         shares.release(blocks)
         shares.empty(blocks)
 
-    def choose(self, count: int) -> Sequence[int] | None:
-        """``count`` victims among the candidates, in order; None: take them in native order."""
-        if count == 0:
-            return ()
-        if self.failed or self.shadow:
-            return None
+    def choose(self, count: int) -> Sequence[int]:
+        """``count`` victims, in order; none if the policy fails.
+
+        The pool takes each that is a candidate, and calls ``disbelieve`` when one is not.
+        """
         access = self.current or self.access(self.default)
-        victims = self._guarded(self.policy.evict, count, access)
-        if victims is None:
-            return None
-        if not self._guarded(self._are_distinct_candidates, victims, count):
-            if not self.failed:
-                self._fail(f"chose {victims!r} when asked for {count} victims")
-            return None
-        self._unmark(victims)
+        victims = self._guarded(self._victims, count, access) or ()
         if orphans := self.policy.orphans_evicted - self._orphans_counted:
             self.counts["orphans",] += orphans
             self._orphans_counted += orphans
         return victims
 
-    def taken_in_native_order(self, blocks: Sequence[int]) -> None:
-        """Blocks left the free queue without the policy's choice."""
-        candidates = [block for block in blocks if self.is_candidate[block]]
-        self._unmark(candidates)
-        self._guarded(self.policy.evicted, candidates)
-        self.counts["fallbacks",] += self.failed
+    def disbelieve(self, victims: Sequence[int], count: int) -> None:
+        """The policy's answer makes no sense."""
+        self._fail(f"chose {victims!r} when asked for {count} victims")
 
     def evicted(self, blocks: Sequence[int]) -> None:
         """Cached blocks are handed out, whoever chose them; counts who lost and who caused it."""
+        if not blocks:
+            return
+        self.candidate_count -= len(blocks)
         causer = self._allocating_group()
         for owner, lost in Counter(map(self.owner.__getitem__, blocks)).items():
             self.counts["evicted", owner or self.default.group, causer] += lost
+        if self.shadow:
+            self._guarded(self.policy.evicted, blocks)
+        self.counts["fallbacks",] += self.failed
 
     def reset(self) -> None:
         """The prefix cache was emptied. A policy that has failed gets another chance."""
         self.owner = [None] * len(self.owner)
-        self.is_candidate = bytearray(len(self.is_candidate))
         self.candidate_count = 0
         self.failed = False
+        self.told = not self.policy.native_order
         if self.shares is not None:
             self.shares.clear()
         self._guarded(self.policy.reset)
@@ -185,7 +185,7 @@ class PolicyDriver:
 
     def _guarded(self, call: Callable[..., _T], *arguments: object) -> _T | None:
         """Call the policy; an exception ends in native order, never in the engine."""
-        if self.failed:
+        if not self.told:
             return None
         try:
             return call(*arguments)
@@ -194,7 +194,7 @@ class PolicyDriver:
             return None
 
     def _fail(self, what: str, with_traceback: bool = False) -> None:
-        self.failed = True
+        self.failed, self.told = True, False
         self.counts["policy_failures",] += 1
         _log.error(
             "PrefixShield: policy %s %s; eviction is in native order until the prefix cache is "
@@ -204,17 +204,12 @@ class PolicyDriver:
             exc_info=with_traceback,
         )
 
+    def _victims(self, count: int, access: Access) -> Sequence[int]:
+        victims = self.policy.evict(count, access)
+        if len(victims) != count or not 0 <= min(victims) <= max(victims) < len(self.owner):
+            self.disbelieve(victims, count)
+            return ()
+        return array("q", victims)  # numbers, or else a TypeError
+
     def _promotions(self, blocks: Sequence[int], access: Access) -> int:
         return len(self.policy.hit(blocks, access))
-
-    def _are_distinct_candidates(self, victims: Sequence[int], count: int) -> bool:
-        return (
-            len(victims) == len(set(victims)) == count
-            and min(victims) >= 0
-            and sum(map(self.is_candidate.__getitem__, victims)) == count
-        )
-
-    def _unmark(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.is_candidate[block] = 0
-        self.candidate_count -= len(blocks)

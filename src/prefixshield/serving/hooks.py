@@ -43,7 +43,7 @@ _POLICY_PLUG = "an eviction-policy plug-in for the GPU block pool, as kv_offload
 HOOKS: Sequence[Hook] = (
     Hook(f"{_QUEUE}.popleft", "", "one victim", _POLICY_PLUG),
     Hook(f"{_QUEUE}.popleft_n", "n", "the choice of victims", _POLICY_PLUG),
-    Hook(f"{_QUEUE}.remove", "block", "a candidate is held again", _POLICY_PLUG),
+    Hook(f"{_QUEUE}.remove", "block", "called: takes out a victim", _POLICY_PLUG),
     Hook(f"{_QUEUE}.append", "block", "a block becomes a candidate", _POLICY_PLUG),
     Hook(f"{_QUEUE}.append_n", "blocks", "blocks become candidates", _POLICY_PLUG),
     Hook(f"{_QUEUE}.prepend_n", "blocks", "blocks become truly free", _POLICY_PLUG),

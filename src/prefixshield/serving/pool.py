@@ -33,50 +33,51 @@ class ShieldQueue(FreeKVCacheBlockQueue):
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         driver = self.driver
+        blocks = [] if driver.native else self._chosen(n)
+        blocks += super().popleft_n(n - len(blocks))
+        driver.evicted([block.block_id for block in blocks if block.block_hash is not None])
+        if self.unhashed_at_the_end:
+            self.unhashed_at_the_end.difference_update(block.block_id for block in blocks)
+        if driver.shares is not None:
+            driver.allocated(driver.shares, [block.block_id for block in blocks])
+        return blocks
+
+    def _chosen(self, n: int) -> list[KVCacheBlock]:
+        """Truly free blocks, then victims: all but what is left to be taken in native order."""
+        driver = self.driver
         truly_free = self.num_free_blocks - driver.candidate_count - len(self.unhashed_at_the_end)
         from_free = min(n, truly_free)
         if driver.shares is not None:
             from_free = min(from_free, driver.room(driver.shares))
-        victims = driver.choose(min(n - from_free, driver.candidate_count))
-        if victims is None:
-            blocks = super().popleft_n(n)
-            driver.taken_in_native_order([block.block_id for block in blocks])
-        else:
-            blocks = super().popleft_n(from_free)
+        taken = super().popleft_n(from_free)
+        if count := min(n - from_free, driver.candidate_count):
+            victims = driver.choose(count)
             for block_id in victims:
                 block = self.blocks[block_id]
+                if block.block_hash is None or block.prev_free_block is None:  # not a candidate
+                    driver.disbelieve(victims, count)
+                    break
                 super().remove(block)
-                blocks.append(block)
-            blocks += super().popleft_n(n - len(blocks))
-        if n > from_free:
-            driver.evicted([b.block_id for b in blocks if b.block_hash is not None])
-            self.unhashed_at_the_end.difference_update(b.block_id for b in blocks)
-        if driver.shares is not None:
-            driver.allocated(driver.shares, [block.block_id for block in blocks])
-        return blocks
+                taken.append(block)
+        return taken
 
     def popleft(self) -> KVCacheBlock:
         if not self.num_free_blocks:
             raise ValueError("No free blocks available")
         return self.popleft_n(1)[0]
 
-    def remove(self, block: KVCacheBlock) -> None:
-        super().remove(block)
-        if self.driver.is_candidate[block.block_id]:
-            self.driver.held([block.block_id])
-        elif self.unhashed_at_the_end:
-            self.unhashed_at_the_end.discard(block.block_id)
-
     def append(self, block: KVCacheBlock) -> None:
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         super().append_n(blocks)
-        self.driver.released([b.block_id for b in blocks if b.block_hash is not None])
-        unhashed = [b.block_id for b in blocks if b.block_hash is None]
-        self.unhashed_at_the_end.update(unhashed)
-        if unhashed and self.driver.shares is not None:
-            self.driver.emptied(self.driver.shares, unhashed)
+        hashed = [block.block_id for block in blocks if block.block_hash is not None]
+        self.driver.released(hashed)
+        if len(hashed) != len(blocks):
+            unhashed = [block.block_id for block in blocks if block.block_hash is None]
+            self.unhashed_at_the_end.update(unhashed)
+            if self.driver.shares is not None:
+                self.driver.emptied(self.driver.shares, unhashed)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         super().prepend_n(blocks)
@@ -130,15 +131,22 @@ class ShieldBlockPool(BlockPool):
             )
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self.driver.held([block.block_id for block in blocks if block.ref_cnt == 0])
+        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
         super().touch(blocks)
+        if free:
+            self.driver.held([block.block_id for block in free if block.block_hash is not None])
+            at_the_end = self.free_block_queue.unhashed_at_the_end
+            if at_the_end:
+                at_the_end.difference_update(block.block_id for block in free)
         self.driver.hit([block.block_id for block in blocks if not block.is_null])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
+        before = [block for block in map(self.blocks.__getitem__, block_ids) if block.block_hash]
         super().evict_blocks(block_ids)
-        for block_id in block_ids:
-            block = self.blocks[block_id]
-            if self.driver.invalidated(block_id):
+        for block in before:
+            candidate = block.ref_cnt == 0
+            self.driver.invalidated(block.block_id, candidate=candidate)
+            if candidate and self.driver.told:  # else it keeps its place, as in vLLM
                 FreeKVCacheBlockQueue.remove(self.free_block_queue, block)
                 FreeKVCacheBlockQueue.prepend_n(self.free_block_queue, [block])
 

@@ -104,7 +104,7 @@ class SimBlockPool:
             assert self._content[block] is None, f"block {block} is cached already"
             self._content[block] = Content(access.group, namespace, block_hash)
             self._cached.setdefault((namespace, block_hash), {})[block] = None
-        self.policy.materialise(blocks, hashes, access, [after, *hashes[:-1]])
+        self.policy.materialise(blocks, hashes, access, [after, *hashes][: len(hashes)])
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give references back; blocks in the order in which they should be evicted."""
