@@ -268,3 +268,15 @@ def test_a_sliding_window_group_makes_no_chains():
     assert not any(parents[1 - full])
     manager.evict_blocks({b.block_id for b in manager.block_pool.blocks[1:3] if b.block_hash})
     assert_pool_is_sound(manager)
+
+
+def test_out_of_the_shadow_what_lost_its_content_is_handed_out_first():
+    manager, driver = default_manager(lambda: 0.0)
+    driver.shadow = True
+    serve(manager, "1", range(4 * BLOCK_SIZE))  # blocks 1 to 4
+    serve(manager, "2", range(500, 500 + 20 * BLOCK_SIZE), "b")
+    manager.evict_blocks({2, 3})  # they keep their places, as in vLLM
+    driver.shadow = False
+    serve(manager, "3", range(900, 900 + 2 * BLOCK_SIZE), "c")
+    assert driver.counts["evicted", "a", "c"] == driver.counts["evicted", "b", "c"] == 0
+    assert_pool_is_sound(manager)

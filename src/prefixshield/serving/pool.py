@@ -30,6 +30,8 @@ class ShieldQueue(FreeKVCacheBlockQueue):
     """All blocks of the pool, by block id."""
     unhashed_at_the_end: set[int]
     """Free blocks without content that vLLM wants reused last (``BlockPool.unpin_blocks``)."""
+    scattered: bool
+    """Whether truly free blocks may stand behind others: they lost their content in native order."""
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         driver = self.driver
@@ -45,6 +47,8 @@ class ShieldQueue(FreeKVCacheBlockQueue):
     def _chosen(self, n: int) -> list[KVCacheBlock]:
         """Truly free blocks, then victims: all but what is left to be taken in native order."""
         driver = self.driver
+        if self.scattered:
+            self._gather()
         truly_free = self.num_free_blocks - driver.candidate_count - len(self.unhashed_at_the_end)
         from_free = min(n, truly_free)
         if driver.shares is not None:
@@ -60,6 +64,18 @@ class ShieldQueue(FreeKVCacheBlockQueue):
                 super().remove(block)
                 taken.append(block)
         return taken
+
+    def _gather(self) -> None:
+        """Truly free blocks to the front."""
+        empty = [
+            block
+            for block in self.get_all_free_blocks()
+            if block.block_hash is None and block.block_id not in self.unhashed_at_the_end
+        ]
+        for block in empty:
+            super().remove(block)
+        super().prepend_n(empty)
+        self.scattered = False
 
     def popleft(self) -> KVCacheBlock:
         if not self.num_free_blocks:
@@ -146,7 +162,9 @@ class ShieldBlockPool(BlockPool):
         for block in before:
             candidate = block.ref_cnt == 0
             self.driver.invalidated(block.block_id, candidate=candidate)
-            if candidate and self.driver.told:  # else it keeps its place, as in vLLM
+            if candidate and self.driver.native:
+                self.free_block_queue.scattered = True
+            elif candidate:
                 FreeKVCacheBlockQueue.remove(self.free_block_queue, block)
                 FreeKVCacheBlockQueue.prepend_n(self.free_block_queue, [block])
 
@@ -155,6 +173,7 @@ class ShieldBlockPool(BlockPool):
         if done:
             self.driver.reset()
             self.free_block_queue.unhashed_at_the_end.clear()
+            self.free_block_queue.scattered = False
         return done
 
 
@@ -239,3 +258,4 @@ def take_over(manager: KVCacheManager, driver: PolicyDriver) -> None:
     shield_pool.free_block_queue.driver = driver
     shield_pool.free_block_queue.blocks = pool.blocks
     shield_pool.free_block_queue.unhashed_at_the_end = set()
+    shield_pool.free_block_queue.scattered = False
