@@ -18,9 +18,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from prefixshield.core.ledger import Contract
 from prefixshield.policies import PolicySetup, build_policy
+from prefixshield.serving.catalogue import GAUGES
 from prefixshield.serving.driver import PolicyDriver
 from prefixshield.serving.namespace import Identity
 from prefixshield.serving.pool import Tag, tag, take_over
+from prefixshield.serving.reporting import GAUGE_SCALE, take
 
 __all__ = ["cache_config", "engine_config"]
 
@@ -136,6 +138,33 @@ def _token(request: Request) -> int:
     return hash((request.num_tokens, tuple(request.all_token_ids[-3:]))) % 1000
 
 
+class Front:
+    """Adds up what the steps of a scheduler report, as the metrics do; and keeps vLLM's events."""
+
+    def __init__(self, scheduler) -> None:
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.gauges: dict[tuple[str, ...], float] = {}
+        self.events: list = []
+        scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
+        scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
+        make_stats = scheduler.make_stats
+
+        def recorded(*args, **kwargs):
+            stats = make_stats(*args, **kwargs)
+            for key, number in take(stats.num_kv_fetch_reqs_by_stage).items():
+                if key[0] in GAUGES:
+                    self.gauges[key] = number / GAUGE_SCALE
+                else:
+                    self.counts[key] += number
+            return stats
+
+        scheduler.make_stats = recorded
+
+    def total(self, name: str) -> int:
+        """A count over all groups."""
+        return sum(n for key, n in self.counts.items() if key[0] == name)
+
+
 def count_events(events) -> tuple[Counter, list]:
     """Blocks stored, counted by salt of their chain's first block; and removed hashes in order."""
     stored: Counter = Counter()
@@ -162,6 +191,11 @@ def assert_pool_is_sound(manager: KVCacheManager) -> None:
         driver.policy.check()
     if not driver.native:
         assert free[len(free) - len(hashed) :] == hashed, "truly free blocks stand in front"
-    for block in pool.blocks:
-        if block.block_hash is not None:
-            assert driver.owner[block.block_id] is not None
+    owners = {b.block_id: driver.owner[b.block_id] for b in pool.blocks if b.block_hash is not None}
+    assert None not in owners.values()
+    assert +driver.resident == Counter(owners.values())
+    reported: Counter[str] = Counter()
+    for (group, _), blocks in driver.resident_blocks().items():
+        reported[group] += blocks
+    # A policy counts a block that was emptied while held until it is cached again.
+    assert reported >= Counter(owners.values())

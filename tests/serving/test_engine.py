@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from control_plane import Front, count_events
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from prefixshield.config import load_config
@@ -157,6 +158,20 @@ def test_a_flood_empties_native_and_not_the_shield(engine, tmp_path):
     native, shield = hit_ratio(NATIVE), hit_ratio(SHIELD)
     assert native < 0.05
     assert shield > native + 0.2
+
+
+def test_counters_agree_with_vllms_own_events(engine, tmp_path):
+    """Chunked prompts of two tenants and a reset of the prefix cache in between."""
+    llm = engine(SHIELD, disable_log_stats=False, max_num_batched_tokens=512, max_num_seqs=8)
+    front = Front(scheduler_of(llm))
+    parameters = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
+    prompts = mixed_prompts(tmp_path)
+    tokens_of(llm, prompts, parameters)
+    assert llm.reset_prefix_cache()
+    tokens_of(llm, prompts[::-1], parameters)
+    stored, removed = count_events(front.events)
+    assert front.total("materialised") == sum(stored.values()) > 500
+    assert front.total("evicted") == len(removed) > 100
 
 
 def test_a_policy_failure_does_not_stop_the_engine(engine, tmp_path, monkeypatch):

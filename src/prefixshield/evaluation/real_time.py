@@ -278,6 +278,8 @@ def parse_counts(text: str) -> Counts:
             continue
         labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
         value = int(float(match[3]))
+        if not value:  # exported before anything happens
+            continue
         match match[1]:
             case "prefixshield_materialised_blocks_total":
                 counts.materialised[labels["group"]] += value

@@ -95,6 +95,8 @@ class AdaptiveShield(Policy):
             earned = origin.account is account and origin.prefix_id == access.prefix_id
             if self.order.reuse(block, promote=earned and not owes):
                 promoted.append(block)
+            elif earned and owes and self.order.retention(block) is not RetentionClass.REUSE:
+                self.promotions_denied += 1
         return promoted
 
     def hold(self, blocks: Sequence[int]) -> None:

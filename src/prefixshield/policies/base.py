@@ -68,6 +68,8 @@ class Policy(ABC):
         self.capacity_blocks = setup.capacity_blocks
         self.orphans_evicted = 0
         """Victims that no lookup could reach, since start; 0: the policy does not look for them."""
+        self.promotions_denied = 0
+        """Hits that would have promoted a block, had the group not been in debt; since start."""
 
     def materialise(  # noqa: B027 - a policy may not care
         self,

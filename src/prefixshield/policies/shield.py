@@ -81,8 +81,7 @@ class Shield(Policy):
         """Promote what proven, debt-free reuse earns (policy.md section 5)."""
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
-        if self._is_gated(access.group, t):
-            return []
+        gated = self._is_gated(access.group, t)
         promoted = []
         _, _, reuse = self._classes(access.group)
         for block in blocks:
@@ -94,6 +93,9 @@ class Shield(Policy):
                 and origin.request_id != access.request_id
                 and origin.prefix_id == access.prefix_id
             ):
+                if gated:
+                    self.promotions_denied += 1
+                    continue
                 self._queue_of(block).cached -= 1
                 self._queue[block] = reuse
                 reuse.cached += 1

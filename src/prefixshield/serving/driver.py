@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from prefixshield.core.ledger import Contract
+from prefixshield.core.ledger import Contract, Debt
 from prefixshield.core.shares import Shares
 from prefixshield.policies.base import Access, Policy
+from prefixshield.serving.catalogue import NO_CLASS
 from prefixshield.serving.namespace import Identity
 
 # Below "vllm", whose logging configuration shows it.
@@ -31,14 +32,26 @@ class PolicyDriver:
     """One policy over one vLLM block pool. Single-threaded, as vLLM's scheduler is."""
 
     def __init__(
-        self, policy: Policy, default: Identity, clock: Callable[[], float] | None = None
+        self,
+        policy: Policy,
+        default: Identity,
+        clock: Callable[[], float] | None = None,
+        label: Callable[[str], str] = str,
     ) -> None:
-        """``clock``: seconds, monotonic; by default those since now, small enough to be exact."""
+        """What the driver needs.
+
+        Args:
+            policy: over all blocks of the pool.
+            default: who pays for what no request is known to have caused.
+            clock: seconds, monotonic; by default those since now, small enough to be exact.
+            label: under which name a group is counted in pairs of groups, to bound them.
+
+        """
         started = time.monotonic()
         self.policy = policy
         self.clock = clock or (lambda: time.monotonic() - started)
         self.default = default
-        """Who pays for what no request is known to have caused."""
+        self._label = label
         self.failed = False
         """Whether the policy has failed."""
         self.told = not policy.native_order
@@ -54,9 +67,12 @@ class PolicyDriver:
         """Since start, by (name, label values...); see ``serving.metrics``."""
         self.owner: list[str | None] = [None] * policy.capacity_blocks
         """By block: the group that last materialised it; None: nobody, or it was invalidated."""
+        self.resident: Counter[str] = Counter()
+        """Cached blocks by owner, held ones included."""
         self.candidate_count = 0
         """Free blocks with content; the policy's candidates, if it is told of them."""
         self._orphans_counted = 0
+        self._denied_counted = 0
         share = policy.share_blocks
         self.shares = None if share is None else Shares(policy.capacity_blocks, share)
         """The count of every group's blocks; None: the policy divides nothing. Right whether or
@@ -85,6 +101,7 @@ class PolicyDriver:
         for block in blocks:
             owner[block] = group
         self.counts["materialised", group] += len(blocks)
+        self.resident[group] += len(blocks)
         self._guarded(self.policy.materialise, blocks, hashes, access, parents)
 
     def hit(self, blocks: Sequence[int]) -> None:
@@ -94,6 +111,9 @@ class PolicyDriver:
         promoted = self._guarded(self._promotions, blocks, self.current)
         if promoted:
             self.counts["promoted", self.current.group] += promoted
+        if denied := self.policy.promotions_denied - self._denied_counted:
+            self.counts["denied", self.current.group] += denied
+            self._denied_counted += denied
 
     def held(self, blocks: Sequence[int]) -> None:
         """Candidates are held."""
@@ -113,7 +133,10 @@ class PolicyDriver:
 
     def invalidated(self, block: int, *, candidate: bool) -> None:
         """A cached block lost its content without being chosen, a candidate or a held one."""
-        self.owner[block] = None
+        owner = self.owner[block]
+        if owner is not None:
+            self.owner[block] = None
+            self.resident[owner] -= 1
         if candidate:
             self.candidate_count -= 1
             if self.shares is not None:
@@ -154,9 +177,11 @@ class PolicyDriver:
         if not blocks:
             return
         self.candidate_count -= len(blocks)
-        causer = self._allocating_group()
+        causer = self._label(self._allocating_group())
         for owner, lost in Counter(map(self.owner.__getitem__, blocks)).items():
-            self.counts["evicted", owner or self.default.group, causer] += lost
+            owner = owner or self.default.group
+            self.counts["evicted", self._label(owner), causer] += lost
+            self.resident[owner] -= lost
         if self.shadow:
             self._guarded(self.policy.evicted, blocks)
         self.counts["fallbacks",] += self.failed
@@ -164,6 +189,7 @@ class PolicyDriver:
     def reset(self) -> None:
         """The prefix cache was emptied. A policy that has failed gets another chance."""
         self.owner = [None] * len(self.owner)
+        self.resident.clear()
         self.candidate_count = 0
         self.failed = False
         self.told = not self.policy.native_order
@@ -179,6 +205,21 @@ class PolicyDriver:
         failed, self.failed = self.failed, False
         self._guarded(self.policy.reconfigure, contracts, groups, self.clock())
         self.failed |= failed
+
+    def resident_blocks(self) -> Mapping[tuple[str, str], int]:
+        """Cached blocks by (owner, class label), held ones included."""
+        by_class = self._guarded(self.policy.resident_blocks)
+        if by_class:
+            return {(group, of.label): blocks for (group, of), blocks in by_class.items()}
+        return {(group, NO_CLASS): blocks for group, blocks in self.resident.items()}
+
+    def debts(self) -> Mapping[str, Debt]:
+        """What every group owes now; empty when the policy has no debts or has failed."""
+        return self._guarded(self.policy.debts, self.clock()) or {}
+
+    def remembered(self) -> Mapping[str, int]:
+        """How much the policy remembers, by group; empty when it does not or has failed."""
+        return self._guarded(self.policy.remembered) or {}
 
     def _allocating_group(self) -> str:
         return self.current.group if self.current else self.default.group

@@ -1,8 +1,8 @@
-"""Counters on vLLM's own ``/metrics``.
+"""The catalogue's metrics on vLLM's own ``/metrics``.
 
-The scheduler runs in the engine's process, Prometheus is served by the front end. What the driver
-counts crosses over inside ``SchedulerStats.num_kv_fetch_reqs_by_stage``, a dictionary of numbers
-that vLLM serialises; a logger in the front end takes it out again.
+The scheduler runs in the engine's process, Prometheus is served by the front end. What the engine
+reports (`reporting`) crosses over inside ``SchedulerStats.num_kv_fetch_reqs_by_stage``; this logger
+takes it out again, in every front end and for every engine.
 """
 
 from __future__ import annotations
@@ -12,84 +12,34 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from prefixshield import __version__
+from prefixshield.config import Config, load_config
+from prefixshield.errors import PrefixShieldError
+from prefixshield.serving.catalogue import COMMON_LABELS, COUNTERS, GAUGES, GroupLabels
+from prefixshield.serving.hooks import installed_vllm
+from prefixshield.serving.reporting import GAUGE_SCALE, take
+from prefixshield.serving.wiring import config_path
+
 if TYPE_CHECKING:
-    from prometheus_client import Counter as PrometheusCounter
+    from prometheus_client import Counter, Gauge
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import SchedulerStats
-
-_PREFIX = "prefixshield"
-_SEPARATOR = "\n"  # in no group's name
-
-#: Every counter: name of the driver's count → (metric, labels, help).
-COUNTERS: Mapping[str, tuple[str, tuple[str, ...], str]] = {
-    "materialised": (
-        "prefixshield_materialised_blocks",
-        ("group",),
-        "Blocks that became cached and were charged to the group.",
-    ),
-    "promoted": (
-        "prefixshield_promoted_blocks",
-        ("group",),
-        "Blocks promoted to the reuse class.",
-    ),
-    "evicted": (
-        "prefixshield_evicted_blocks",
-        ("owner", "causer"),
-        "Cached blocks evicted, by the group that owned them and the group that needed space.",
-    ),
-    "orphans": (
-        "prefixshield_evicted_orphans",
-        (),
-        "Evicted blocks that no lookup could reach, because a block before them was gone.",
-    ),
-    "query_tokens": (
-        "prefixshield_query_tokens",
-        ("group",),
-        "Tokens looked up in the prefix cache, as vLLM counts queries.",
-    ),
-    "hit_tokens": (
-        "prefixshield_hit_tokens",
-        ("group",),
-        "Tokens found in the prefix cache, as vLLM counts hits.",
-    ),
-    "refused": (
-        "prefixshield_refused_requests",
-        ("group",),
-        "Requests failed at once because they can never fit their group's share.",
-    ),
-    "reloads": (
-        "prefixshield_reloads",
-        ("outcome",),
-        "Versions of the configuration file read while running: accepted or refused.",
-    ),
-    "fallbacks": (
-        "prefixshield_fallbacks",
-        (),
-        "Allocations served in native order because the policy had failed.",
-    ),
-    "policy_failures": ("prefixshield_policy_failures", (), "Failures of the policy."),
-}
-
-
-def encode(counts: Mapping[tuple[str, ...], int]) -> dict[str, int]:
-    """Counts as a dictionary that survives vLLM's serialisation."""
-    return {_SEPARATOR.join((_PREFIX, *key)): count for key, count in counts.items()}
-
-
-def take(carrier: dict[str, int]) -> dict[tuple[str, ...], int]:
-    """Remove encoded counts from the dictionary that carried them, and return them."""
-    keys = [key for key in carrier if key.startswith(_PREFIX + _SEPARATOR)]
-    return {tuple(key.split(_SEPARATOR)[1:]): carrier.pop(key) for key in keys}
 
 
 class ShieldStatLogger(StatLoggerBase):
     """vLLM's stat-logger plug-in; silent in a server that does not run the plug-in's scheduler."""
 
-    _metrics: Mapping[str, PrometheusCounter] | None = None  # one set per process
+    _counters: Mapping[str, Counter] | None = None  # one set per process
+    _gauges: Mapping[str, Gauge]
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        self._engine = str(engine_index)
-        self._model = str(vllm_config.model_config.served_model_name)
+        self._labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
+        try:
+            config = load_config(config_path(vllm_config))
+        except PrefixShieldError:  # not switched on, or the scheduler says what is wrong
+            return
+        self._declare()
+        self._start_at_zero(config)
 
     def record(
         self,
@@ -100,19 +50,55 @@ class ShieldStatLogger(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        for (name, *labels), count in take(scheduler_stats.num_kv_fetch_reqs_by_stage).items():
-            self._counter(name).labels(self._model, self._engine, *labels).inc(count)
+        for (name, *labels), number in take(scheduler_stats.num_kv_fetch_reqs_by_stage).items():
+            self._declare()
+            assert self._counters is not None
+            if name in GAUGES:
+                self._gauges[name].labels(*self._labels, *labels).set(number / GAUGE_SCALE)
+            else:
+                self._counters[name].labels(*self._labels, *labels).inc(number)
 
     def log_engine_initialized(self) -> None:
         pass
 
-    @classmethod
-    def _counter(cls, name: str) -> PrometheusCounter:
-        if cls._metrics is None:
-            from prometheus_client import Counter
+    def _start_at_zero(self, config: Config) -> None:
+        """Export what is known before anything happens: a rate does not see a series' first step.
 
-            cls._metrics = {
-                key: Counter(metric, text, ("model_name", "engine", *labels))
-                for key, (metric, labels, text) in COUNTERS.items()
-            }
-        return cls._metrics[name]
+        Pairs of groups are left out, because there are many.
+        """
+        assert self._counters is not None
+        for name, metric in COUNTERS.items():
+            if metric.labels == ("group",):
+                for group in GroupLabels(config.groups).own:
+                    self._counters[name].labels(*self._labels, group)
+            elif metric.labels == ("outcome",):
+                for outcome in ("accepted", "refused"):
+                    self._counters[name].labels(*self._labels, outcome)
+            elif not metric.labels:
+                self._counters[name].labels(*self._labels)
+        what = (__version__, config.policy, config.preset, installed_vllm()[1])
+        self._gauges["info"].labels(*self._labels, *what).set(1)
+
+    @classmethod
+    def _declare(cls) -> None:
+        """Register the metrics, once in a process.
+
+        Imported only now: vLLM decides where the values live before it starts a front end.
+        """
+        if cls._counters is not None:
+            return
+        from prometheus_client import Counter, Gauge
+
+        cls._gauges = {
+            key: Gauge(
+                metric.name,
+                metric.definition,
+                (*COMMON_LABELS, *metric.labels),
+                multiprocess_mode="mostrecent",
+            )
+            for key, metric in GAUGES.items()
+        }
+        cls._counters = {
+            key: Counter(metric.name, metric.definition, (*COMMON_LABELS, *metric.labels))
+            for key, metric in COUNTERS.items()
+        }

@@ -6,7 +6,6 @@ scheduling survives. It refuses to start whatever it is not sure to understand.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,11 +24,12 @@ from prefixshield.errors import IncompatibleEngineError
 from prefixshield.policies import PolicySetup, build_policy
 from prefixshield.serving import hooks
 from prefixshield.serving.admission import Admission
+from prefixshield.serving.catalogue import GroupLabels
 from prefixshield.serving.driver import PolicyDriver
-from prefixshield.serving.metrics import encode
 from prefixshield.serving.namespace import Identity
 from prefixshield.serving.pool import Tag, tag, take_over
 from prefixshield.serving.reload import LiveConfig
+from prefixshield.serving.reporting import Reporter
 from prefixshield.serving.wiring import PREFIX_ID_KEY, config_path
 
 _log = init_logger("vllm.prefixshield")
@@ -88,9 +88,10 @@ class _Shielding(Scheduler):
                 reserved_blocks=1,  # vLLM's null block
             ),
         )
-        self.driver = PolicyDriver(policy, self._tenants.namespaces.default)
+        self._labels = GroupLabels(config.groups)
+        self.driver = PolicyDriver(policy, self._tenants.namespaces.default, label=self._labels)
         self.driver.shadow = config.mode == "shadow"
-        self._sent: Counter[tuple[str, ...]] = Counter()
+        self._reporter = Reporter(self.driver, self._labels, blocks - 1)
         shares = self.driver.shares
         self._admission = None if shares is None else Admission(self, self.driver, shares)
         take_over(self.kv_cache_manager, self.driver)
@@ -147,6 +148,7 @@ class _Shielding(Scheduler):
             return
         self._tenants = self._live.current
         config, namespaces = self._tenants.config, self._tenants.namespaces
+        self._labels.admit(config.groups)
         self.driver.shadow = config.mode == "shadow"
         self.driver.reconfigure(config.contract_table(), list(config.groups), namespaces.default)
 
@@ -162,9 +164,8 @@ class _Shielding(Scheduler):
         self.driver.counts["reloads", "refused"] = self._live.refused
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            # Each step's statistics reach one front end: so differences, not totals.
-            stats.num_kv_fetch_reqs_by_stage.update(encode(self.driver.counts - self._sent))
-            self._sent = self.driver.counts.copy()
+            report = self._reporter.report(idle=not self.has_unfinished_requests())
+            stats.num_kv_fetch_reqs_by_stage.update(report)
         return stats
 
 
