@@ -157,7 +157,7 @@ def test_the_secret_of_a_gateway_is_nobodys_key(load):
         (
             "policy:",
             "polices:",
-            "polices: unknown key, expected one of: policy, preset, mode, contracts, groups, default_group, allow_anonymous, trusted_header, namespace_secret, max_body_bytes",
+            "polices: unknown key, expected one of: policy, preset, mode, contracts, groups, default_group, allow_anonymous, trusted_header, namespace_secret, operator_key, max_body_bytes",
         ),
         (
             "bob: {contract: base}",

@@ -420,6 +420,26 @@ def check(
         raise PrefixShieldError(f"{config}: {problems} problem{'s' if problems > 1 else ''} found")
 
 
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="The server, such as http://localhost:8000.")],
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once, since start, and exit.")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+) -> None:
+    """Show who holds, creates, owes and loses blocks on a running server, until Ctrl-C.
+
+    The operator's key, if the server has one, is taken from PREFIXSHIELD_OPERATOR_KEY.
+    """
+    from prefixshield.top import show
+
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    show(url, once, interval, console)
+
+
 def main() -> None:
     """Entry point: every error of ours is one message and exit status 1."""
     try:

@@ -135,6 +135,7 @@ class Config(_Section):
     allow_anonymous: bool = False
     trusted_header: TrustedHeader | None = None
     namespace_secret: Secret | None = None
+    operator_key: Secret | None = None
     max_body_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
 
     @field_validator("policy")
@@ -303,6 +304,24 @@ def namespace_secret(config: Config, path: Path | str) -> bytes:
     return digest.digest()
 
 
+def operator_key(config: Config, path: Path | str) -> str | None:
+    """The key for the metrics and the live page; None: there is none.
+
+    Raises:
+        ConfigError: its environment variable is unset or empty, or it lets requests in as well.
+
+    """
+    if config.operator_key is None:
+        return None
+    secret = _resolve(config.operator_key, path, "operator_key")
+    if secret in resolve_keys(config, path) or secret == gateway_secret(config, path):
+        raise ConfigError(
+            f"{path}: operator_key: found an API key of a group or the gateway's secret, "
+            "expected another secret"
+        )
+    return secret
+
+
 def _resolve(secret: Secret, path: Path | str, place: str) -> str:
     try:
         return secret.resolve()
@@ -372,6 +391,9 @@ _EXPECTED: Mapping[str, str] = {
     "namespace_secret": "a string, or a mapping with one of value, env",
     "namespace_secret.value": "a non-empty string",
     "namespace_secret.env": "the name of an environment variable",
+    "operator_key": "a string, or a mapping with one of value, env",
+    "operator_key.value": "a non-empty string",
+    "operator_key.env": "the name of an environment variable",
     "max_body_bytes": "a whole number greater than 0 (bytes)",
 }
 
@@ -383,6 +405,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "trusted_header": TrustedHeader,
     "trusted_header.secret": Secret,
     "namespace_secret": Secret,
+    "operator_key": Secret,
 }
 
 _NAME_RULE = (
@@ -412,7 +435,7 @@ def _describe(item: Any) -> str:
 
 
 def _is_secret(kind: str) -> bool:
-    return "keys" in kind or "secret" in kind
+    return "key" in kind or "secret" in kind
 
 
 def _kind_of_place(location: list[str]) -> str:

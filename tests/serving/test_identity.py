@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from prefixshield.errors import ConfigError, IncompatibleEngineError
 from prefixshield.serving.bodies import MAX_NESTING, InvalidBody, request_tag, rewrite
 from prefixshield.serving.identity import IdentityMiddleware, KeyRing, live_config
 from prefixshield.serving.namespace import Identity, Namespaces
-from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
+from prefixshield.serving.page import page
+from prefixshield.serving.routes import PAGE_PATH, ROUTES, Access, refusal_reason, route_path
 from prefixshield.serving.wiring import CONFIG_KEY, SCHEDULER, config_path
 
 CONFIG = """
@@ -292,6 +294,66 @@ def test_without_a_key_the_default_group_if_allowed(
 def test_open_endpoints_need_no_key(client: Client) -> None:
     for method, path in [key for key, access in ROUTES.items() if access is Access.OPEN]:
         assert client.call(method, path, headers=[])[0] == 200, path
+
+
+METRICS = [path for (_, path), access in ROUTES.items() if access is Access.METRICS]
+
+
+def test_without_an_operators_key_the_metrics_are_open_and_there_is_no_page(client: Client) -> None:
+    for path in METRICS:
+        assert client.call("GET", path, headers=[])[0] == 200
+    for headers in ([], with_key("alpha-key")):
+        status, answer = client.call("GET", PAGE_PATH, headers=headers)
+        assert status == 403
+        assert "no operator_key is configured" in answer["error"]["message"]
+
+
+def basic(credentials: str) -> list[tuple[str, str]]:
+    return [("Authorization", "Basic " + base64.b64encode(credentials.encode()).decode())]
+
+
+def test_the_operators_key_opens_the_metrics_and_the_page_and_nothing_else(tmp_path: Path) -> None:
+    client = Client(write(tmp_path / "c.yaml", CONFIG + "operator_key: {value: 'op:key'}\n"))
+    good = [
+        with_key("op:key"),
+        basic(":op:key"),
+        basic("anybody:op:key"),
+        [("authorization", "bearer  op:key ")],
+    ]
+    bad = [
+        [],
+        with_key("alpha-key"),
+        with_key(""),
+        basic("op:key"),
+        basic("op:key:"),
+        basic("x:alpha-key"),
+        [("Authorization", "Basic op:key")],
+        [("Authorization", "op:key")],
+        [("x-api-key", "op:key")],
+        with_key("op:key", ("x-api-key", "op:key")),
+        [*with_key("op:key"), *with_key("op:key")],
+    ]
+    for headers in good:
+        for path in METRICS:
+            assert client.call("GET", path, headers=headers) == (200, b"ok")
+        assert not {b"authorization"} & {name for name, _ in client.app.scopes[-1]["headers"]}
+        reached = len(client.app.scopes)
+        assert client.call("GET", PAGE_PATH, headers=headers) == (200, page())
+        assert len(client.app.scopes) == reached, "the page is ours"
+    for headers in bad:
+        for path in (*METRICS, PAGE_PATH):
+            assert client.call("GET", path, headers=headers)[0] == 401, headers
+    assert client.call("GET", "/v1/models", headers=with_key("op:key"))[0] == 401
+    assert client.post("/v1/completions", {"prompt": "x"}, headers=with_key("op:key"))[0] == 401
+    assert client.call("POST", PAGE_PATH, headers=with_key("op:key"))[0] == 403
+    assert client.call("GET", PAGE_PATH + "/", headers=with_key("op:key"))[0] == 403
+
+
+def test_an_operators_key_is_no_tenants_key(tmp_path: Path) -> None:
+    client = Client(write(tmp_path / "c.yaml", CONFIG + "operator_key: alpha-key\n"))
+    assert client.started["type"] == "lifespan.startup.failed"
+    assert "operator_key: found an API key of a group" in client.started["message"]
+    assert "alpha-key" not in client.started["message"]
 
 
 @pytest.mark.parametrize("path", CLEANED)

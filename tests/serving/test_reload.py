@@ -81,7 +81,7 @@ def test_a_new_version_takes_effect_and_the_log_says_what_changed(path, log):
     assert look(live) == 0
     put(path, MORE.replace("[sk-shop]", "[sk-new, sk-newer]").replace("burst: 100", "burst: 50"))
     assert look(live) == 1
-    config, keys, _, namespaces = live.current
+    config, keys, _, _, namespaces = live.current
     assert config.contracts["big"].burst == 50
     assert keys["sk-new"] == ("shop", "big")
     assert namespaces.read(namespaces.token(Identity("new", "mid")))[0] == ("new", "mid")
@@ -143,7 +143,7 @@ def test_a_group_that_stays_keeps_its_namespace(path, text):
 
     def namespace():
         """What is hashed for a request of shop, whatever its contract."""
-        config, _, _, namespaces = live.current
+        config, _, _, _, namespaces = live.current
         token = namespaces.token(Identity("shop", config.groups["shop"].contract), "salt")
         return namespaces.read(token)[1]
 

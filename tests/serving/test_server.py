@@ -1,15 +1,23 @@
 """The whole server over HTTP: metrics, the line in the log, and a policy with a bug."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
 
 pytest.importorskip("vllm")
+
+from prefixshield.serving.catalogue import COMMON_LABELS, COUNTERS, GAUGES, UNKNOWN_GROUPS
+from prefixshield.serving.page import page
+from prefixshield.serving.routes import PAGE_PATH
+from prefixshield.top import KEY_VARIABLE
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +29,10 @@ groups:
   victim: {contract: big, keys: [sk-victim]}
   attacker: {contract: small, keys: [sk-attacker]}
 default_group: attacker
+operator_key: sk-operator
 """
+
+OPERATOR = {"Authorization": "Bearer sk-operator"}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +58,8 @@ def complete(server, key, tokens):
 def metrics(server):
     """Our metrics by name and labels (without model and engine)."""
     found = {}
-    for line in httpx.get(f"{server.base_url}/metrics").text.splitlines():
-        match = re.fullmatch(r"(prefixshield_\w+_total)\{(.*)\} (\S+)", line)
+    for line in httpx.get(f"{server.base_url}/metrics", headers=OPERATOR).text.splitlines():
+        match = re.fullmatch(r"(prefixshield_\w+)\{(.*)\} (\S+)", line)
         if match:
             labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
             assert labels.pop("engine") == "0"
@@ -75,6 +86,7 @@ def test_metrics_count_blocks_and_tokens_by_group(start_server, tiny_model, conf
     assert complete(server, "sk-victim", hot) == 0
     assert complete(server, "sk-victim", hot) == 320
     flood(server, range(1, 8))
+    time.sleep(0.2)  # else the gauges would be those of a moment ago
     assert complete(server, "sk-victim", hot) == 320, "the flood did not reach it"
 
     found = metrics(server)
@@ -88,21 +100,78 @@ def test_metrics_count_blocks_and_tokens_by_group(start_server, tiny_model, conf
     assert {dict(labels)["owner"] for labels in evicted} == {"attacker"}
     all_evicted = sum(found["prefixshield_evicted_blocks_total", *labels] for labels in evicted)
     assert 0 < found["prefixshield_evicted_orphans_total",] < all_evicted
-    assert "prefixshield_policy_failures_total" not in {key[0] for key in found}
+    assert found["prefixshield_policy_failures_total",] == 0
+    assert found["prefixshield_refused_requests_total", group["victim"]] == 0
+    # Gauges.
+    resident = Counter()
+    for (name, *labels), blocks in found.items():
+        if name == "prefixshield_resident_blocks":
+            resident[dict(labels)["group"]] += blocks
+    assert resident == {"victim": 10, "attacker": 8 * 50 - all_evicted}
+    assert found["prefixshield_capacity_blocks",] == 64
+    assert found["prefixshield_native_order",] == 0
+    (info,) = [dict(key[1:]) for key in found if key[0] == "prefixshield_info"]
+    assert (info["policy"], info["preset"]) == ("shield", "default")
+
+    exports_what_is_declared(server)
+    shows_the_operator_and_nobody_else(server)
+
+
+def exports_what_is_declared(server):
+    text = httpx.get(f"{server.base_url}/metrics", headers=OPERATOR).text
+    types = dict(re.findall(r"^# TYPE (prefixshield_\w+) (\w+)$", text, re.MULTILINE))
+    types = {name: kind for name, kind in types.items() if not name.endswith("_created")}
+    declared = {metric.name: "counter" for metric in COUNTERS.values()}
+    declared |= {metric.name: "gauge" for metric in GAUGES.values()}
+    declared[UNKNOWN_GROUPS.name] = "counter"
+    assert types == declared
+    for metric in (*COUNTERS.values(), *GAUGES.values()):
+        for labels in re.findall(rf"^{metric.name}\{{(.*)\}}", text, re.MULTILINE):
+            names = re.findall(r'(\w+)="', labels)
+            assert sorted(names) == sorted((*COMMON_LABELS, *metric.labels))
+        assert f"# HELP {metric.name} {metric.definition}" in text
+    # Over all groups, tokens are vLLM's own.
+    for ours, theirs in (("query_tokens", "queries"), ("hit_tokens", "hits")):
+        lines = re.findall(rf"^vllm:prefix_cache_{theirs}_total\{{.*\}} (\S+)$", text, re.MULTILINE)
+        own = re.findall(rf"^prefixshield_{ours}_total\{{.*\}} (\S+)$", text, re.MULTILINE)
+        assert sum(map(float, own)) == sum(map(float, lines)) > 0
+
+
+def shows_the_operator_and_nobody_else(server):
+    for path in ("/metrics", PAGE_PATH):
+        for headers in ({}, {"Authorization": "Bearer sk-victim"}):
+            assert httpx.get(server.base_url + path, headers=headers).status_code == 401
+    answer = httpx.get(server.base_url + PAGE_PATH, auth=("operator", "sk-operator"))
+    assert answer.status_code == 200
+    assert answer.content == page()
+    script = Path(sys.executable).with_name("prefixshield")
+    command = [str(script), "top", server.base_url, "--once"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, KEY_VARIABLE: ""}
+    )
+    assert run.returncode == 1
+    assert "must hold the operator's key" in run.stderr
+    environment = {**os.environ, KEY_VARIABLE: "sk-operator"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    (victim,) = [line.split() for line in run.stdout.splitlines() if line.startswith("│ victim")]
+    assert victim[1:4] == ["victim", "│", "10"]
+    assert "66.5 %" in run.stdout, "640 of 963 tokens"
 
 
 def test_a_policy_that_raises_does_not_stop_the_server(start_server, tiny_model, config):
     faulty = str(Path(__file__).with_name("faulty_policy"))
-    server = start_server(
-        tiny_model, config, ["--num-gpu-blocks-override", "65"], env={"PYTHONPATH": faulty}
-    )
+    # Two front ends: each step's statistics reach one of them.
+    options = ["--num-gpu-blocks-override", "65", "--api-server-count", "2"]
+    server = start_server(tiny_model, config, options, env={"PYTHONPATH": faulty})
     flood(server)
     hot = list(range(5, 5 + 321))
     complete(server, "sk-victim", hot)
+    time.sleep(0.2)  # else the gauges would be those of a moment ago
     assert complete(server, "sk-victim", hot) == 320, "native order still caches"
     assert server.process.poll() is None
     found = metrics(server)
     assert found["prefixshield_policy_failures_total",] == 1
+    assert found["prefixshield_native_order",] == 1
     assert found["prefixshield_fallbacks_total",] >= 7
     log = server.log_path.read_text()
     assert log.count("eviction is in native order until the prefix cache is reset") == 1

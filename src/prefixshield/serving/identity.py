@@ -5,7 +5,9 @@ whole application, in front of vLLM's own authentication. A request's API key de
 and contract; these enter the body as a namespace token in ``cache_salt`` (`bodies`), and every
 other way to name an identity is removed. Which endpoints are served is `routes`' business:
 everything that is not listed is answered 403, WebSockets are closed. CORS preflights pass, as
-vLLM answers them before it looks at the path.
+vLLM answers them before it looks at the path. The metrics and the live page (`page`) are for
+whoever has the operator's key; without one configured, the metrics are open, as vLLM has them, and
+there is no page.
 
 It knows vLLM only by what stands in ``app.state`` when the server starts, and imports nothing
 of it. It fails closed: until it has read its configuration, all requests are answered 503.
@@ -14,6 +16,8 @@ of it. It fails closed: until it has read its configuration, all requests are an
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import hashlib
 import hmac
 import json
@@ -31,7 +35,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from prefixshield.config import NOBODY, Config, encode_secret
 from prefixshield.errors import ConfigError, IncompatibleEngineError, PrefixShieldError
 from prefixshield.serving.bodies import InvalidBody, clean, request_tag, rewrite
+from prefixshield.serving.catalogue import UNKNOWN_GROUPS
 from prefixshield.serving.namespace import Identity, Namespaces
+from prefixshield.serving.page import serve_page
 from prefixshield.serving.reload import LiveConfig, Tenants
 from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
 from prefixshield.serving.wiring import SCHEDULER, config_path
@@ -56,25 +62,38 @@ _REMOVED_PREFIXES = (b"x-amzn-", b"x-prefixshield")
 
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 
+_OPERATOR_CHALLENGE = 'Basic realm="PrefixShield operator", charset="UTF-8"'
+
 _POLICY_VIOLATION = 1008  # WebSocket close code, RFC 6455 section 7.4.1
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to the client, not an error of ours
     """A request that ends here, with its HTTP status and a message for the client."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, challenge: str = "Bearer"
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.challenge = challenge
+        """How to answer a 401, as WWW-Authenticate says it."""
 
 
 class KeyRing:
     """The API keys, by a keyed digest: how long a lookup takes shows nothing of a key."""
 
-    def __init__(self, keys: Mapping[str, tuple[str, str]], gateway: str | None = None) -> None:
-        """``gateway``: what a gateway that names groups sends as its key."""
+    def __init__(
+        self,
+        keys: Mapping[str, tuple[str, str]],
+        gateway: str | None = None,
+        operator: str | None = None,
+    ) -> None:
+        """``gateway``: what a gateway that names groups sends; ``operator``: the operator's."""
         self._pepper = secrets.token_bytes(32)
         self._gateway = None if gateway is None else self._digest(encode_secret(gateway))
+        self._operator = None if operator is None else self._digest(encode_secret(operator))
+        self.has_operator = operator is not None
         self._identities = {
             self._digest(encode_secret(key)): Identity(group, contract)
             for key, (group, contract) in keys.items()
@@ -87,6 +106,10 @@ class KeyRing:
     def is_gateway(self, key: bytes) -> bool:
         """Whether a key is that of the gateway."""
         return self._gateway is not None and hmac.compare_digest(self._digest(key), self._gateway)
+
+    def is_operator(self, key: bytes) -> bool:
+        """Whether a key is the operator's."""
+        return self._operator is not None and hmac.compare_digest(self._digest(key), self._operator)
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._pepper, digest_size=32).digest()
@@ -103,7 +126,7 @@ class Admission:
     @classmethod
     def of(cls, tenants: Tenants) -> Admission:
         """The same with every key as its digest."""
-        keys = KeyRing(tenants.keys, tenants.gateway)
+        keys = KeyRing(tenants.keys, tenants.gateway, tenants.operator)
         return cls(tenants.config, keys, tenants.namespaces)
 
     def identify(self, headers: Headers) -> tuple[Identity, bytes | None]:
@@ -122,6 +145,12 @@ class Admission:
         if identity is None:
             raise Refusal(401, "The API key is not known.")
         return identity, key
+
+    def require_operator(self, headers: Headers) -> None:
+        """Refuse whoever does not send the operator's key: as a bearer, or as Basic's password."""
+        given = [value for name, value in headers if name in _CREDENTIALS]
+        if len(given) != 1 or not self.keys.is_operator(_operator_password(given[0])):
+            raise Refusal(401, "The operator's key is needed.", challenge=_OPERATOR_CHALLENGE)
 
     def _named_by_gateway(self, headers: Headers) -> Identity:
         """The group that the gateway names."""
@@ -149,11 +178,7 @@ def _unknown_groups() -> PrometheusCounter:
     """The one counter of the front end. vLLM decides where it lives before it starts us."""
     from prometheus_client import Counter
 
-    return Counter(
-        "prefixshield_unknown_groups",
-        "Requests of the gateway that named no known group: refused, or taken as the default.",
-        ("outcome",),
-    )
+    return Counter(UNKNOWN_GROUPS.name, UNKNOWN_GROUPS.definition, UNKNOWN_GROUPS.labels)
 
 
 class IdentityMiddleware:
@@ -179,6 +204,8 @@ class IdentityMiddleware:
         try:
             self._live = live_config(scope["app"].state, os.environ)
             self._live.watch()
+            for outcome in ("refused", "default"):
+                _unknown_groups().labels(outcome)  # 0 from the start
         except Exception as error:
             # To raise would not do: uvicorn takes that for a lack of lifespan support, and serves.
             if not isinstance(error, PrefixShieldError):
@@ -203,16 +230,16 @@ class IdentityMiddleware:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            forwarded = await self._admit(scope, receive)
+            application, scope, receive = await self._admit(scope, receive)
         except Refusal as refusal:
             await _answer(refusal, send)
         except ClientGone:
             pass  # nobody is left to answer
         else:
-            await self._app(*forwarded, send)
+            await application(scope, receive, send)
 
-    async def _admit(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
-        """The request to hand through instead of the client's.
+    async def _admit(self, scope: Scope, receive: Receive) -> tuple[Application, Scope, Receive]:
+        """Who answers, and the request to hand through instead of the client's.
 
         Raises:
             Refusal: it must not reach vLLM.
@@ -223,7 +250,7 @@ class IdentityMiddleware:
         if admission is None:
             raise Refusal(503, "The server is not ready.")
         if _is_preflight(scope):
-            return scope, receive
+            return self._app, scope, receive
         path = route_path(scope)
         access = ROUTES.get((scope["method"], path))
         if access is None:
@@ -231,12 +258,20 @@ class IdentityMiddleware:
             raise Refusal(403, f"{request} is not served: {refusal_reason(path)}.")
         harmless = _harmless(scope["headers"], admission.removed_headers)
         if access is Access.OPEN:
-            return {**scope, "headers": harmless}, receive
+            return self._app, {**scope, "headers": harmless}, receive
+        if access in (Access.METRICS, Access.PAGE):
+            if admission.keys.has_operator:
+                admission.require_operator(scope["headers"])
+            elif access is Access.PAGE:
+                raise Refusal(403, "The live page is not served: no operator_key is configured.")
+            harmless = [pair for pair in harmless if pair[0] not in _CREDENTIALS]
+            application = serve_page if access is Access.PAGE else self._app
+            return application, {**scope, "headers": harmless}, receive
         identity, key = admission.identify(scope["headers"])
         namespaces = admission.namespaces
         headers = _attributed(harmless, key, request_tag(identity, namespaces))
         if access is Access.KEYED:
-            return {**scope, "headers": headers}, receive
+            return self._app, {**scope, "headers": headers}, receive
         _require_json(headers)
         body = await _read(receive, headers, admission.config.max_body_bytes)
         try:
@@ -246,7 +281,8 @@ class IdentityMiddleware:
                 body = clean(body, identity, namespaces)
         except InvalidBody as error:
             raise Refusal(error.status, str(error), error.param) from None
-        return {**scope, "headers": _resized(headers, len(body))}, _replay(body, receive)
+        headers = _resized(headers, len(body))
+        return self._app, {**scope, "headers": headers}, _replay(body, receive)
 
 
 # Starting
@@ -346,6 +382,19 @@ def _key(name: bytes, value: bytes) -> bytes:
     if scheme.lower() != b"bearer":
         raise Refusal(401, "The Authorization header must be 'Bearer KEY'.")
     return key.strip()
+
+
+def _operator_password(value: bytes) -> bytes:
+    """The key in an Authorization header, which a browser sends as Basic; empty: there is none."""
+    scheme, _, credentials = value.strip().partition(b" ")
+    if scheme.lower() == b"bearer":
+        return credentials.strip()
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _harmless(headers: Headers, removed: frozenset[bytes]) -> Headers:
@@ -452,7 +501,7 @@ async def _answer(refusal: Refusal, send: Send) -> None:
         (b"content-length", str(len(body)).encode()),
     ]
     if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers.append((b"www-authenticate", refusal.challenge.encode()))
     start = {"type": "http.response.start", "status": refusal.status, "headers": headers}
     await send(start)
     await send({"type": "http.response.body", "body": body})

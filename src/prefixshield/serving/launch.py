@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prefixshield.config import load_config, namespace_secret, resolve_keys
+from prefixshield.config import load_config, namespace_secret, operator_key, resolve_keys
 from prefixshield.errors import IncompatibleEngineError, PrefixShieldError
 from prefixshield.serving import hooks
 from prefixshield.serving.wiring import CONFIG_KEY, MIDDLEWARE, SCHEDULER
@@ -59,6 +59,7 @@ def serve_command(model: str, config: Path, options: Sequence[str]) -> list[str]
     loaded = load_config(config)
     resolve_keys(loaded, config)
     namespace_secret(loaded, config)
+    operator_key(loaded, config)
     return command(model, vllm_options(config, options))
 
 

@@ -25,6 +25,7 @@ from prefixshield.config import (
     Config,
     gateway_secret,
     namespace_secret,
+    operator_key,
     parse_config,
     read_config,
     resolve_keys,
@@ -57,6 +58,8 @@ class Tenants(NamedTuple):
     """API key → (group, contract)."""
     gateway: str | None
     """What a gateway that names groups sends as its key."""
+    operator: str | None
+    """The operator's key."""
     namespaces: Namespaces
 
 
@@ -131,7 +134,8 @@ class LiveConfig:
 
     def _tenants(self, config: Config) -> Tenants:
         keys, gateway = resolve_keys(config, self.path), gateway_secret(config, self.path)
-        return Tenants(config, keys, gateway, Namespaces(config, self._secret))
+        operator = operator_key(config, self.path)
+        return Tenants(config, keys, gateway, operator, Namespaces(config, self._secret))
 
     def _check(self, config: Config) -> None:
         """Refuse what cannot change while the server runs."""

@@ -18,7 +18,9 @@ from typing import Any
 class Access(Enum):
     """What a request needs before it may reach vLLM."""
 
-    OPEN = auto()  # nothing: health checks and metrics
+    OPEN = auto()  # nothing: health checks
+    METRICS = auto()  # the operator's key, if one is configured
+    PAGE = auto()  # the operator's key; answered by us, never by vLLM
     KEYED = auto()  # an API key
     CLEANED = auto()  # an API key, and a JSON body that names nothing of other tenants
     REWRITTEN = auto()  # an API key, and a JSON body that gets the tenant's cache_salt
@@ -30,9 +32,12 @@ _OPEN = (
     ("POST", "/ping"),
     ("GET", "/version"),
     ("GET", "/load"),
-    ("GET", "/metrics"),
-    ("GET", "/metrics/"),  # vLLM mounts the Prometheus application under both
 )
+
+_METRICS = (("GET", "/metrics"), ("GET", "/metrics/"))  # vLLM mounts Prometheus under both
+
+#: The live page; it finds the metrics beside itself.
+PAGE_PATH = "/prefixshield"
 
 _KEYED = (("GET", "/v1/models"),)
 
@@ -68,6 +73,8 @@ _REWRITTEN = (
 
 ROUTES: Mapping[tuple[str, str], Access] = {
     **dict.fromkeys(_OPEN, Access.OPEN),
+    **dict.fromkeys(_METRICS, Access.METRICS),
+    ("GET", PAGE_PATH): Access.PAGE,
     **dict.fromkeys(_KEYED, Access.KEYED),
     **dict.fromkeys(_CLEANED, Access.CLEANED),
     **dict.fromkeys(_REWRITTEN, Access.REWRITTEN),
