@@ -129,6 +129,13 @@ class Life(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now += seconds
 
+    @rule(
+        contract=st.sampled_from(sorted(CONTRACTS)),
+        terms=st.builds(Contract, st.sampled_from([0.2, 1.0, 8.0]), st.sampled_from([0.0, 4.0])),
+    )
+    def reconfigure(self, contract, terms):
+        self.policy.reconfigure({**CONTRACTS, contract: terms}, GROUPS, self.now)
+
     @precondition(lambda self: not self.running)
     @rule()
     def reset(self):

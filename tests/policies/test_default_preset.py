@@ -198,6 +198,13 @@ class Life(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now += seconds
 
+    @rule(
+        contract=st.sampled_from(sorted(CONTRACTS)),
+        terms=st.builds(Contract, st.sampled_from([0.2, 1.0, 8.0]), st.sampled_from([0.0, 4.0])),
+    )
+    def reconfigure(self, contract, terms):
+        self.policy.reconfigure({**CONTRACTS, contract: terms}, GROUPS, self.now)
+
     @precondition(lambda self: not self.running)
     @rule()
     def reset(self):
@@ -222,6 +229,31 @@ def test_it_does_what_it_says(capacity, monkeypatch):
     case = machine.TestCase
     case.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
     case().runTest()
+
+
+def test_victims_that_somebody_else_chose_leave_the_same_traces():
+    """As in shadow mode: the state is that of a policy that has chosen them itself."""
+    policies = [build(12), build(12)]
+    for number in range(6):
+        access = Access("ab"[number % 2], "gold", number, number)
+        hashes = [(number, 0), (number, 1)]
+        for policy in policies:
+            policy.materialise([2 * number, 2 * number + 1], hashes, access, [None, hashes[0]])
+            policy.release([2 * number + 1, 2 * number])
+    chosen = policies[0].evict(5, access)
+    policies[1].evicted(chosen)
+    for policy in policies:
+        policy.check()
+        again = Access("a", "gold", "again", 9.0)
+        policy.materialise(chosen[:2], [(0, 0), (0, 1)], again, [None, (0, 0)])
+        policy.release(chosen[1::-1])
+    assert policies[0].remembered() == policies[1].remembered() != {}
+    assert policies[0].candidate_count == policies[1].candidate_count
+    classes = [
+        [policy.retention_class(b) for b in range(12) if b not in chosen[2:]] for policy in policies
+    ]
+    assert classes[0] == classes[1]
+    assert policies[0].evict(9, access) == policies[1].evict(9, access)
 
 
 def two_alike(debts, rule, *, promoted=False):

@@ -130,7 +130,7 @@ def test_a_group_under_another_contract_keeps_its_cache(plane, path, preset):
 
 
 def test_a_policy_that_had_failed_comes_back_under_the_new_contracts(plane, path, preset):
-    plane.scheduler.driver.failed = True
+    plane.scheduler.driver.disbelieve([7], 2)
     assert change(plane, path, MORE + preset)
     submit(plane, path, "1", Identity("new", "mid"), range(64), max_tokens=1)
     plane.run()

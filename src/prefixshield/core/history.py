@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 
 class AdmissionHistory:
@@ -32,10 +32,10 @@ class AdmissionHistory:
                 entries.popitem(last=False)
         return known
 
-    def divide(self, groups: Container[str], entries_per_group: int) -> None:
+    def divide(self, groups: Iterable[str], entries_per_group: int) -> None:
         """Other groups and bounds: forgets what is over a bound, and groups that are gone."""
         self._limit = max(1, entries_per_group)
-        self._groups = {name: held for name, held in self._groups.items() if name in groups}
+        self._groups = {name: self._groups[name] for name in groups if name in self._groups}
         for entries in self._groups.values():
             while len(entries) > self._limit:
                 entries.popitem(last=False)

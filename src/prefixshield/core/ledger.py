@@ -9,7 +9,7 @@ balance has no lower bound, and a bucket seen for the first time is full.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -103,7 +103,7 @@ class Ledger:
         """The latest accounting time seen."""
 
     def reconfigure(
-        self, contracts: Mapping[str, Contract], groups: Container[str], t: float
+        self, contracts: Mapping[str, Contract], groups: Iterable[str], t: float
     ) -> None:
         """Other terms from ``t`` on: balances stay, capped at the new burst.
 
@@ -112,10 +112,11 @@ class Ledger:
         must do so anew. O(accounts).
         """
         t = self.now(t)
+        expected = set(groups)
         kept = {
             key: account
             for key, account in self._accounts.items()
-            if account.group in groups or account.clears_at > t
+            if account.group in expected or account.clears_at > t
         }
         self._accounts = kept
         self._of_group = {}

@@ -72,7 +72,7 @@ _SALT_FORBIDDEN = frozenset("@/\\\x00")
 MAX_NESTING = 100
 
 #: A string, also one that does not end.
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 

@@ -202,9 +202,9 @@ class PolicyDriver:
     ) -> None:
         """The configuration has changed; a policy that has failed is told as well."""
         self.default = default
-        failed, self.failed = self.failed, False
+        told, self.told = self.told, True
         self._guarded(self.policy.reconfigure, contracts, groups, self.clock())
-        self.failed |= failed
+        self.told &= told
 
     def resident_blocks(self) -> Mapping[tuple[str, str], int]:
         """Cached blocks by (owner, class label), held ones included."""
