@@ -96,6 +96,10 @@ def _configuration(config: Config, path: Path, environ: Mapping[str, str]) -> It
             f"a gateway with its secret names the group in the header {header.name}; "
             f"an unknown one {unknown[header.unknown_group]}",
         )
+    if config.operator_key is None:
+        yield Finding(
+            Kind.NOTE, "operator_key is not set: /metrics are open, no live page is served"
+        )
     if config.allow_anonymous:
         yield Finding(Kind.NOTE, f"requests without a key belong to group {config.default_group}")
     if config.namespace_secret is None:
