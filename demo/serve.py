@@ -8,9 +8,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from demo.server import MODEL_FOLDER, make_server
+from demo.server import MODEL_FOLDER, TENANTS_FILE, make_server
+from prefixshield.config import load_config, operator_key
 from prefixshield.errors import PrefixShieldError
 from prefixshield.serving.child_server import MODEL_NAME, ServerError, free_port
+from prefixshield.serving.wiring import OPERATOR_KEY_VARIABLE
 
 USUAL_PORT = 8000
 
@@ -42,7 +44,8 @@ def _serve(port: int | None) -> int:
         write_tiny_model(MODEL_FOLDER)
         with make_server("shield", list(keys.values()), port=port, log_to_file=False) as server:
             server.wait_until_healthy()
-            print(_invitation(server.base_url, keys["victim"]), flush=True)
+            operator = operator_key(load_config(TENANTS_FILE), TENANTS_FILE)
+            print(_invitation(server.base_url, keys["victim"], operator), flush=True)
             status = server.wait()
     except PrefixShieldError as error:
         print(f"serve: {error}", file=sys.stderr)
@@ -58,13 +61,15 @@ def _usual_or_free_port() -> int:
         return free_port()
 
 
-def _invitation(base_url: str, key: str) -> str:
+def _invitation(base_url: str, key: str, operator: str | None) -> str:
     message = {"role": "user", "content": "w1 w2 w3"}
     body = json.dumps({"model": MODEL_NAME, "messages": [message], "max_tokens": 8})
     return (
         "\nReady. In another terminal (the model is tiny and untrained: expect no sense):\n\n"
         f"curl {base_url}/v1/chat/completions -H 'Authorization: Bearer {key}' "
         f"-H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"The live page, for any user with the password {operator}: {base_url}/prefixshield\n"
+        f"In a terminal: {OPERATOR_KEY_VARIABLE}={operator} prefixshield top {base_url}\n\n"
         "Ctrl-C stops the server.\n"
     )
 

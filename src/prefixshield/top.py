@@ -21,9 +21,7 @@ from rich.text import Text
 
 from prefixshield.errors import PrefixShieldError
 from prefixshield.serving.catalogue import COUNTERS, GAUGES, GROUP_LABELS, OTHER
-
-#: The environment variable that holds the operator's key: on a command line others could see it.
-KEY_VARIABLE = "PREFIXSHIELD_OPERATOR_KEY"
+from prefixshield.serving.wiring import OPERATOR_KEY_VARIABLE
 
 TIMEOUT_S = 10.0
 
@@ -93,13 +91,15 @@ def fetch(url: str) -> Snapshot:
     """
     address = _metrics_address(url)
     request = urllib.request.Request(address)
-    if key := os.environ.get(KEY_VARIABLE):
+    if key := os.environ.get(OPERATOR_KEY_VARIABLE):
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             snapshot = parse(response.read().decode("utf-8"), time.monotonic())
     except urllib.error.HTTPError as error:
-        hint = f": {KEY_VARIABLE} must hold the operator's key" if error.code == 401 else ""
+        hint = (
+            f": {OPERATOR_KEY_VARIABLE} must hold the operator's key" if error.code == 401 else ""
+        )
         raise PrefixShieldError(f"{address}: answers {error.code}{hint}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error

@@ -27,7 +27,8 @@ from prefixshield.serving.catalogue import COMMON_LABELS, COUNTERS, GAUGES
 from prefixshield.serving.identity import IdentityMiddleware
 from prefixshield.serving.reload import LiveConfig
 from prefixshield.serving.routes import PAGE_PATH
-from prefixshield.top import KEY_VARIABLE, fetch
+from prefixshield.serving.wiring import OPERATOR_KEY_VARIABLE
+from prefixshield.top import fetch
 
 CONFIG = """
 contracts: {std: {refill_rate: 1, burst: 2}}
@@ -209,7 +210,7 @@ def test_top_shows_the_same(address, metrics):
         [sys.executable, "-c", code, "top", f"http://{address}", "--interval", "0.1"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, KEY_VARIABLE: "op-key"},
+        env={**os.environ, OPERATOR_KEY_VARIABLE: "op-key"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while metrics.readings < readings + 8 and process.poll() is None:
@@ -249,6 +250,6 @@ def test_top_shows_the_same(address, metrics):
     ],
 )
 def test_top_says_why_it_cannot_read(address, monkeypatch, url, key, message):
-    monkeypatch.setenv(KEY_VARIABLE, key)
+    monkeypatch.setenv(OPERATOR_KEY_VARIABLE, key)
     with pytest.raises(PrefixShieldError, match=re.escape(message)):
         fetch(url.replace("ADDRESS", address))

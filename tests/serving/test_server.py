@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from prefixshield.serving.catalogue import COMMON_LABELS, COUNTERS, GAUGES, UNKNOWN_GROUPS
 from prefixshield.serving.page import page
 from prefixshield.serving.routes import PAGE_PATH
-from prefixshield.top import KEY_VARIABLE
+from prefixshield.serving.wiring import OPERATOR_KEY_VARIABLE
 
 pytestmark = pytest.mark.engine
 
@@ -147,11 +147,11 @@ def shows_the_operator_and_nobody_else(server):
     script = Path(sys.executable).with_name("prefixshield")
     command = [str(script), "top", server.base_url, "--once"]
     run = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, KEY_VARIABLE: ""}
+        command, capture_output=True, text=True, env={**os.environ, OPERATOR_KEY_VARIABLE: ""}
     )
     assert run.returncode == 1
     assert "must hold the operator's key" in run.stderr
-    environment = {**os.environ, KEY_VARIABLE: "sk-operator"}
+    environment = {**os.environ, OPERATOR_KEY_VARIABLE: "sk-operator"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     (victim,) = [line.split() for line in run.stdout.splitlines() if line.startswith("│ victim")]
     assert victim[1:4] == ["victim", "│", "10"]

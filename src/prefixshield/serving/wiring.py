@@ -24,6 +24,10 @@ CONFIG_KEY = "prefixshield"
 #: The key in ``vllm_xargs`` that names the request's own logical prefix.
 PREFIX_ID_KEY = "prefixshield_prefix_id"
 
+#: The environment variable from which ``prefixshield top`` takes the operator's key: on a command
+#: line others could see it.
+OPERATOR_KEY_VARIABLE = "PREFIXSHIELD_OPERATOR_KEY"
+
 
 def config_path(vllm_config: Any) -> Path:
     """The path of the configuration file, taken from a `VllmConfig`.
