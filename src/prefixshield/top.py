@@ -140,7 +140,7 @@ def render(before: Snapshot | None, now: Snapshot) -> Group:
     """The head, a table of groups and a table of who evicted whom; rates if there is a before."""
     if before is not None and _restarted(before, now):
         before = None
-    return Group(_head(now), _groups(before, now), _blame(now))
+    return Group(_head(now), _groups(before, now), *_blame(now))
 
 
 def _head(now: Snapshot) -> Text:
@@ -192,10 +192,10 @@ def _groups(before: Snapshot | None, now: Snapshot) -> Table:
     return table
 
 
-def _blame(now: Snapshot) -> Table | Text:
+def _blame(now: Snapshot) -> list[Table | Text]:
     pairs = now.values.get("evicted", Counter())
     if not pairs:
-        return Text("Nothing was evicted yet.")
+        return [Text("Nothing was evicted yet.")]
     causers = [group for group in now.groups if any(pair[1] == group for pair in pairs)]
     table = Table("lost by, for")
     for causer in causers:
@@ -203,8 +203,7 @@ def _blame(now: Snapshot) -> Table | Text:
     for owner in now.groups:
         if any(pair[0] == owner for pair in pairs):
             table.add_row(owner, *(f"{pairs[owner, causer]:.0f}" for causer in causers))
-    table.caption = "evicted blocks since the server started"
-    return table
+    return [Text("Evicted since the server started, blocks"), table]
 
 
 def _growth(before: Snapshot | None, now: Snapshot, name: str, place: int = 0) -> Counter[str]:
