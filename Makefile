@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench reproduce reproduce-real harmless bench-core test lint clean
+.PHONY: help setup demo serve bench reproduce reproduce-real harmless bench-core compat test lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 24
@@ -42,12 +42,15 @@ harmless: setup ## does the default preset harm ordinary traffic: serial replays
 bench-core: setup ## what the policies cost inside vLLM, next to its own pool, into results/bench-core/
 	@$(VENV)/prefixshield bench-core
 
+compat: setup ## the tests on other vLLM releases, into results/compat/ (half an hour; VLLM="0.31.0 0.33.0")
+	@$(VENV)/python scripts/compat $(VLLM)
+
 test: setup ## all tests
 	@$(VENV)/python -m pytest
 
 lint: setup ## style and types
-	@$(VENV)/ruff check . scripts/setup_venv
-	@$(VENV)/ruff format --check . scripts/setup_venv
+	@$(VENV)/ruff check . scripts/setup_venv scripts/compat
+	@$(VENV)/ruff format --check . scripts/setup_venv scripts/compat
 	@$(VENV)/mypy
 	@$(VENV)/mypy -p demo
 

@@ -151,7 +151,7 @@ class Front:
 
         def recorded(*args, **kwargs):
             stats = make_stats(*args, **kwargs)
-            for key, number in take(stats.num_kv_fetch_reqs_by_stage).items():
+            for key, number in take(stats.waiting_lora_adapters).items():
                 if key[0] in GAUGES:
                     self.gauges[key] = number / GAUGE_SCALE
                 else:

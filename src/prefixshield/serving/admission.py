@@ -24,7 +24,15 @@ class Admission:
     """Decides for one scheduler, by its running requests and its pool's counts."""
 
     def __init__(self, scheduler: Scheduler, driver: PolicyDriver, shares: Shares) -> None:
-        """Raises IncompatibleEngineError if footprints cannot be exact or shares are empty."""
+        """Raises IncompatibleEngineError if footprints cannot be exact or shares are empty.
+
+        Also under a vLLM that cannot let one waiting request be passed over.
+        """
+        if not hasattr(Scheduler, "_handle_blocked_waiting_request"):
+            raise IncompatibleEngineError(
+                f"the policy {driver.policy.name} needs vLLM 0.31.0 or later: in earlier releases "
+                "a request that waits for its group's share would hold up everybody behind it"
+            )
         _require_exact_footprints(scheduler, driver.policy.name)
         if shares.share_blocks < 1:
             raise IncompatibleEngineError(

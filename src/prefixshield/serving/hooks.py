@@ -1,18 +1,20 @@
 """The manifest of every hook into vLLM, and the guard that refuses a vLLM it does not fit.
 
-The guard compares versions and signatures. It does not notice a function that keeps its signature
-and changes what it does: that is what the tests on the real engine are for.
+The guard compares versions and signatures, as they stand in vLLM's sources. It does not notice a
+function that keeps its signature and changes what it does, nor one that is replaced in memory: that
+is what the tests on the real engine are for.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
 from prefixshield.errors import IncompatibleEngineError
+from prefixshield.serving.sources import Read, Sources
 
 #: vLLM releases on which the tests have run.
 TESTED_VERSIONS = ("0.32.0",)
@@ -31,6 +33,18 @@ class Hook(NamedTuple):
     why: str
     exit_plan: str
     """What would have to change in vLLM for the hook to go."""
+    earlier: Mapping[str, str | None] = {}
+    """Where it was otherwise: the last release of it → the parameters there; None: not there."""
+
+    def parameters_in(self, release: str) -> list[str] | None:
+        """Its parameters in a release; None where it does not exist and is not needed."""
+        ends = [end for end in self.earlier if _order(release) <= _order(end)]
+        parameters = self.earlier[min(ends, key=_order)] if ends else self.parameters
+        return None if parameters is None else parameters.split()
+
+
+def _order(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 _QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
@@ -38,6 +52,8 @@ _POOL = "vllm.v1.core.block_pool:BlockPool"
 _MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_REQUEST = "vllm.v1.request:Request"
+_LOGGER = "vllm.v1.metrics.loggers:StatLoggerBase"
 _POLICY_PLUG = "an eviction-policy plug-in for the GPU block pool, as kv_offload has for its tier"
 
 HOOKS: Sequence[Hook] = (
@@ -63,6 +79,11 @@ HOOKS: Sequence[Hook] = (
         "reserved_blocks has_scheduled_reqs skip_zeroing_group_ids",
         "names the request that evicts and hits",
         "the request as an argument of get_new_blocks and touch",
+        {
+            "0.31.0": "request num_new_tokens num_new_computed_tokens new_computed_blocks "
+            "num_lookahead_tokens num_external_computed_tokens delay_cache_blocks "
+            "num_encoder_tokens full_sequence_must_fit reserved_blocks has_scheduled_reqs"
+        },
     ),
     Hook(
         f"{_MANAGER}.record_prefix_cache_stats",
@@ -71,7 +92,13 @@ HOOKS: Sequence[Hook] = (
         "prefix cache statistics with a label",
     ),
     Hook(f"{_MANAGER}.prefix_cache_lookup_enabled", "request", "called: what is a query", "-"),
-    Hook(f"{_MANAGER}.get_computed_blocks", "request", "called: what a request would hit", "-"),
+    Hook(
+        f"{_MANAGER}.get_computed_blocks",
+        "request max_cache_hit_length",
+        "called with the request alone: what it would hit",
+        "-",
+        {"0.32.0": "request"},
+    ),
     Hook(f"{_COORDINATOR}.get_blocks", "request_id", "called: what a running request holds", "-"),
     Hook(
         f"{_SCHEDULER}.__init__",
@@ -86,6 +113,7 @@ HOOKS: Sequence[Hook] = (
         "request",
         "a request whose group is at its share waits, and nobody behind it",
         "an admission plug-in for waiting requests",
+        {"0.30.0": None},  # static-quota is refused there
     ),
     Hook(
         f"{_SCHEDULER}.update_from_output",
@@ -98,14 +126,82 @@ HOOKS: Sequence[Hook] = (
         "spec_decoding_stats kv_connector_stats cudagraph_stats perf_stats ec_connector_stats",
         "sends counters to the front end",
         "a field for plug-ins in SchedulerStats",
+        {"0.30.0": "spec_decoding_stats kv_connector_stats cudagraph_stats perf_stats"},
     ),
     Hook(
-        "vllm.v1.request:Request.update_block_hashes",
+        f"{_REQUEST}.update_block_hashes",
         "",
         "called: hashes again when a key's contract is not its group's own",
         "a tenant field",
     ),
+    Hook(
+        "vllm.config.scheduler:SchedulerConfig.get_scheduler_cls",
+        "",
+        "the option --scheduler-cls: takes our factory, and calls it with keywords",
+        _POLICY_PLUG,
+    ),
+    Hook(
+        "vllm.entrypoints.serve.middleware.register:init_entrypoints_middleware",
+        "args app supported_tasks",
+        "the option --middleware: our class becomes the outermost one",
+        "a tenant field, filled by vLLM's own authentication",
+        {"0.28.0": None},  # a part of build_app there
+    ),
+    Hook(
+        "vllm.entrypoints.launchers.api_server.app_state:init_app_state",
+        "engine_client state args supported_tasks",
+        "leaves vllm_config and args in app.state, before the lifespan that we wait for begins",
+        "-",
+        {"0.28.0": None},  # in another module there
+    ),
+    Hook(
+        "vllm.v1.metrics.loggers:load_stat_logger_plugin_factories",
+        "",
+        "the entry points vllm.stat_logger_plugins: our logger",
+        "-",
+    ),
+    Hook(f"{_LOGGER}.__init__", "vllm_config engine_index", "one logger for each engine", "-"),
+    Hook(
+        f"{_LOGGER}.record",
+        "scheduler_stats iteration_stats mm_cache_stats engine_idx",
+        "counters to Prometheus",
+        "a field for plug-ins in SchedulerStats",
+    ),
+    Hook(f"{_LOGGER}.log_engine_initialized", "", "required of a logger; does nothing", "-"),
 )
+
+#: What the plug-in reads or sets without calling it: class → attributes. An empty string: only the
+#: class itself matters.
+READS: Mapping[str, str] = {
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null",
+    _QUEUE: "num_free_blocks get_all_free_blocks",
+    _POOL: "blocks free_block_queue num_gpu_blocks cached_block_hash_to_block",
+    _MANAGER: "block_pool coordinator watermark_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
+    _COORDINATOR: "single_type_managers",
+    "vllm.v1.core.kv_cache_coordinator:UnitaryKVCacheCoordinator": "",
+    "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator": "",
+    "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "",
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": "",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": "",
+    _SCHEDULER: "kv_cache_manager kv_cache_config vllm_config block_size hash_block_size running "
+    "has_mamba_layers current_step max_model_len connector is_encoder_decoder "
+    "encoder_cache_mismatch_reqs",
+    _REQUEST: "request_id cache_salt block_hashes num_tokens num_prompt_tokens num_preemptions "
+    "max_tokens sampling_params resumable",
+    "vllm.sampling_params:SamplingParams": "extra_args",
+    "vllm.v1.metrics.stats:SchedulerStats": "waiting_lora_adapters",
+    "vllm.config.vllm:VllmConfig": "additional_config cache_config diffusion_config model_config "
+    "parallel_config scheduler_config speculative_config",
+    "vllm.config.cache:CacheConfig": "enable_prefix_caching",
+    "vllm.config.model:ModelConfig": "served_model_name",
+    "vllm.config.parallel:ParallelConfig": "pipeline_parallel_size",
+    "vllm.config.scheduler:SchedulerConfig": "async_scheduling scheduler_cls",
+}
+
+#: Attributes that releases up to the one named lack; what needs them is refused there.
+READS_LATER: Mapping[str, str] = {"encoder_cache_mismatch_reqs": "0.30.0"}  # static-quota
 
 
 def installed_vllm() -> tuple[str, str]:
@@ -127,8 +223,8 @@ def verify() -> str:
     """Check that the installed vLLM is one the hooks fit; returns its version.
 
     Raises:
-        IncompatibleEngineError: an untested version, or a hook whose target is gone or has
-            another signature.
+        IncompatibleEngineError: an untested version, or one that was changed where the plug-in
+            hooks into it.
 
     """
     name, found = installed_vllm()
@@ -138,26 +234,39 @@ def verify() -> str:
             f"{name} {found} is installed, expected one of the versions that this release of "
             f"PrefixShield was tested on: {', '.join(TESTED_VERSIONS)}"
         )
+    problems = mismatches(_read_installed, release)
+    if problems:
+        raise IncompatibleEngineError(f"{name} {found} was changed: {'; '.join(problems)}")
+    return found
+
+
+def mismatches(read: Read, release: str) -> list[str]:
+    """What the manifest expects of a release and its sources do not have; one text each."""
+    sources = Sources(read)
+    problems = []
     for hook in HOOKS:
-        parameters = _parameters(_resolve(hook.target))
-        if parameters != hook.parameters.split():
-            raise IncompatibleEngineError(
-                f"{hook.target} takes ({', '.join(parameters)}), "
-                f"expected ({', '.join(hook.parameters.split())})"
-            )
-    return found
+        expected = hook.parameters_in(release)
+        parameters = sources.parameters(hook.target)
+        if expected is not None and parameters != expected:
+            takes = "is not there" if parameters is None else f"takes ({', '.join(parameters)})"
+            problems.append(f"{hook.target} {takes}, expected ({', '.join(expected)})")
+    for target, names in READS.items():
+        attributes = sources.attributes(target)
+        needed = {
+            name
+            for name in names.split()
+            if name not in READS_LATER or _order(release) > _order(READS_LATER[name])
+        }
+        if attributes is None:
+            problems.append(f"{target} is not there")
+        elif missing := needed - attributes:
+            problems.append(f"{target} has no {', '.join(sorted(missing))}")
+    return problems
 
 
-def _resolve(target: str) -> Any:
-    module, _, path = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            raise IncompatibleEngineError(f"{target} is not in the installed vLLM") from None
-    return found
-
-
-def _parameters(function: Any) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "self"]
+def _read_installed(path: str) -> str | None:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parents[1] / path
+    return file.read_text(encoding="utf-8") if file.exists() else None

@@ -1,8 +1,9 @@
 """The catalogue's metrics on vLLM's own ``/metrics``.
 
 The scheduler runs in the engine's process, Prometheus is served by the front end. What the engine
-reports (`reporting`) crosses over inside ``SchedulerStats.num_kv_fetch_reqs_by_stage``; this logger
-takes it out again, in every front end and for every engine.
+reports (`reporting`) crosses over inside ``SchedulerStats.waiting_lora_adapters``, a dictionary that
+vLLM fills in the front end only; this logger, which vLLM asks before its own, takes it out again,
+in every front end and for every engine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ShieldStatLogger(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        for (name, *labels), number in take(scheduler_stats.num_kv_fetch_reqs_by_stage).items():
+        for (name, *labels), number in take(scheduler_stats.waiting_lora_adapters).items():
             self._declare()
             assert self._counters is not None
             if name in GAUGES:

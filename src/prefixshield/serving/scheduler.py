@@ -165,7 +165,7 @@ class _Shielding(Scheduler):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             report = self._reporter.report(idle=not self.has_unfinished_requests())
-            stats.num_kv_fetch_reqs_by_stage.update(report)
+            stats.waiting_lora_adapters.update(report)
         return stats
 
 
