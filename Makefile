@@ -42,7 +42,7 @@ harmless: setup ## does the default preset harm ordinary traffic: serial replays
 bench-core: setup ## what the policies cost inside vLLM, next to its own pool, into results/bench-core/
 	@$(VENV)/prefixshield bench-core
 
-compat: setup ## the tests on other vLLM releases, into results/compat/ (half an hour; VLLM="0.31.0 0.33.0")
+compat: setup ## the tests on other vLLM releases, into results/compat/ (VLLM="0.31.0 0.33.0")
 	@$(VENV)/python scripts/compat $(VLLM)
 
 test: setup ## all tests

@@ -1,7 +1,7 @@
 """The catalogue's metrics on vLLM's own ``/metrics``.
 
 The scheduler runs in the engine's process, Prometheus is served by the front end. What the engine
-reports (`reporting`) crosses over inside ``SchedulerStats.waiting_lora_adapters``, which vLLM itself
+reports (`reporting`) crosses over inside ``SchedulerStats.waiting_lora_adapters``, which vLLM
 fills in the front end only. This logger, which vLLM asks before its own, takes it out again, in
 every front end and for every engine.
 """
