@@ -10,7 +10,7 @@ bounds: an entry is recomputed when it surfaces, and none is touched because tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
 from prefixshield.core.ledger import EPSILON, Ledger
@@ -63,10 +63,19 @@ class Debtors:
                 return group, debt
         return None
 
-    def remove_largest(self) -> None:
-        """Take off the group that ``largest`` has just returned."""
-        _, group = heappop(self._heap)
-        del self._entered[group]
+    def remove_largest(self) -> tuple[float, str]:
+        """Take off the group that ``largest`` has just returned; what ``restore`` puts back."""
+        entry = heappop(self._heap)
+        del self._entered[entry[1]]
+        return entry
+
+    def restore(self, entries: Iterable[tuple[float, str]]) -> None:
+        """Put back what was taken off, but for what was ranked anew since."""
+        for entry in entries:
+            key, group = entry
+            if group not in self._entered:
+                self._entered[group] = -key
+                heappush(self._heap, entry)
 
     def _debt(self, clearance: float, t: float) -> float:
         return self._ledger.lowest_rate * (clearance - t)
@@ -101,7 +110,7 @@ class Collection:
         self._t = t
         self._floor = floor + EPSILON
         self._scale = victims_per_block
-        self._drawn: set[str] = set()
+        self._drawn: list[tuple[float, str]] = []
         # G⁺ as a heap of (-P in units of ε, offer, P, 1/W, group).
         self._heap: list[tuple[int, tuple[int, int], float, float, str]] = []
         self._paying: tuple[str, float, float] | None = None
@@ -121,8 +130,7 @@ class Collection:
             if debt <= self._floor:
                 self._rival = None
                 break
-            self._debtors.remove_largest()
-            self._drawn.add(group)
+            self._drawn.append(self._debtors.remove_largest())
             weight = self._ledger.heaviest_debt_weight(group, self._t)
             self._rank(group, debt, 1.0 / (weight * self._scale))
             self._rival = self._debtors.largest(self._t)
@@ -147,8 +155,7 @@ class Collection:
 
     def close(self) -> None:
         """The batch is over: whoever paid is a debtor as before."""
-        for group in self._drawn:
-            self._debtors.enter(group, self._t)
+        self._debtors.restore(self._drawn)
 
     def _rank(self, group: str, p: float, step: float) -> None:
         if p > self._floor and (offer := self._offer(group)) is not None:

@@ -227,4 +227,7 @@ class Ledger:
 
     def heaviest_debt_weight(self, group: str, t: float) -> float:
         """W_g(t): the largest weight among the group's contracts in debt; 1 when none is."""
-        return max((a.weight for a in self._of_group.get(group, ()) if a.in_debt(t)), default=1.0)
+        accounts = self._of_group.get(group, ())
+        if len(accounts) == 1:
+            return accounts[0].weight if accounts[0].in_debt(t) else 1.0
+        return max((a.weight for a in accounts if a.in_debt(t)), default=1.0)

@@ -195,27 +195,19 @@ class Order(Generic[B]):
             if self.rule.calls_in_debts:
                 self._lose(group, alone, victims)
                 debts.paid(len(victims) - before)
-            elif (queue := self._next(None)) is not None:
+            elif (queue := self._next()) is not None:
                 near = self._as_old(queue, group)
                 self._take(near or queue, 1, math.inf, victims)
                 debts.paid(near is not None)
         debts.close()
 
     def _lose(self, group: str | None, count: int, victims: list[tuple[B, RetentionClass]]) -> None:
-        """Add up to ``count`` victims, of one group or for None of all, one after the other.
-
-        Of unproven blocks, as many at once as are next whatever else there is.
-        """
+        """Add up to ``count`` victims, of one group or for None of all."""
         count += len(victims)
-        while len(victims) < count and (queue := self._next(group)) is not None:
-            most, before = count - len(victims), math.inf
-            if queue.retention is not RetentionClass.PROBATIONARY:
-                most = 1
-            elif not self.rule.proven_share:
-                _, proven = self._heads(group)
-                before = proven.head() if proven else math.inf
-            if group is None and most > 1:
-                before = min(before, self._queues.rival(queue))
+        while len(victims) < count:
+            queue, most, before = self._turn(group, count - len(victims))
+            if queue is None:
+                break
             self._take(queue, most, before, victims)
 
     def _take(
@@ -223,39 +215,68 @@ class Order(Generic[B]):
     ) -> None:
         """Add a queue's first blocks, those with a lower sequence number."""
         retention = queue.retention
-        taken = self._queues.take(queue, count, before)
+        proven = retention is not RetentionClass.PROBATIONARY
+        chances = self._chances if proven and self.rule.proven_share else None
+        taken = self._queues.take(queue, count, before, chances)
         for block in taken:
             del self._queue[block]
             victims.append((block, retention))
         queue.cached -= len(taken)
-        if retention is not RetentionClass.PROBATIONARY:
+        if proven:
             self.proven -= len(taken)
             for block in taken:
                 self._chances.pop(block, None)
 
-    def _next(self, group: str | None) -> Queue[B] | None:
-        """The queue whose first block is next, of one group or for None of all; None: no block.
+    def _turn(self, group: str | None, count: int) -> tuple[Queue[B] | None, int, float]:
+        """Whose turn it is to lose up to ``count`` blocks, of one group or for None of all.
 
-        From the segment that is over its share, what was released first. A proven block that has
-        a chance left goes to the end instead, unless all blocks are in native order.
+        The queue (None: there is no block), how many it loses in a row, and the sequence number
+        before which. From the segment that is over its share, what was released first.
         """
         share = self.rule.proven_share
+        before = math.inf
+        unproven, proven = self._heads(group)
+        queue: Queue[B] | None
+        if unproven is None or proven is None:
+            queue = unproven or proven
+        elif share == 0:
+            queue, other = unproven, proven
+            if other.head() < queue.head():
+                queue, other = other, queue
+            before = other.head()
+        elif self.proven > share * self.capacity_blocks:
+            queue = proven
+            count = min(count, self.proven - math.floor(share * self.capacity_blocks))
+        else:
+            queue = unproven
+        if group is None and queue is not None:
+            before = min(before, self._rival(queue))
+        return queue, count, before
+
+    def _rival(self, queue: Queue[B]) -> int:
+        """A sequence number that no other queue of its segment has a head before."""
+        rival = self._queues.rival(queue)
+        if queue.retention is not RetentionClass.PROBATIONARY:
+            normal = queue.retention is RetentionClass.NORMAL
+            other = self._queues.first(RetentionClass.REUSE if normal else RetentionClass.NORMAL)
+            if other is not None:
+                rival = min(rival, other.head())
+        return rival
+
+    def _next(self) -> Queue[B] | None:
+        """The queue of all whose first block is next, and has no chance left; None: no block."""
         while True:
-            unproven, proven = self._heads(group)
-            if unproven is None or proven is None:
-                queue = unproven or proven
-            elif share == 0:
-                queue = unproven if unproven.head() < proven.head() else proven
-            else:
-                queue = proven if self.proven > share * self.capacity_blocks else unproven
-            if queue is None or not share or queue is unproven:
+            queue, _, _ = self._turn(None, 1)
+            if queue is None or not self._spares(queue):
                 return queue
-            block = queue.first()
-            chances = self._chances.get(block)
-            if not chances:
-                return queue
-            self._chances[block] = chances - 1
+            self._chances[queue.first()] -= 1
             self._queues.move_to_end(queue)
+
+    def _spares(self, queue: Queue[B]) -> bool:
+        """Whether a queue's first block has a chance left, and goes to the end instead."""
+        if queue.retention is RetentionClass.PROBATIONARY or not self.rule.proven_share:
+            return False
+        return self._chances.get(queue.first(), 0) > 0
 
     def _as_old(self, queue: Queue[B], group: str) -> Queue[B] | None:
         """The group's queue in the segment of ``queue``, if its first block is about as old."""
@@ -263,8 +284,7 @@ class Order(Generic[B]):
         own = unproven if queue.retention is RetentionClass.PROBATIONARY else proven
         if own is None or own.head() > queue.head() + AS_OLD * self.capacity_blocks:
             return None
-        spared = self.rule.proven_share and own is proven and self._chances.get(own.first())
-        return None if spared else own
+        return None if self._spares(own) else own
 
     def _heads(self, group: str | None) -> tuple[Queue[B] | None, Queue[B] | None]:
         """The queues that the next unproven and the next proven victim stand in front of.

@@ -90,8 +90,13 @@ class CandidateQueues(Generic[B]):
         del queue.blocks[block]
         self._count -= 1
 
-    def take(self, queue: Queue[B], count: int, before: float) -> list[B]:
-        """Take out up to ``count`` first blocks of a queue, those with a lower sequence number."""
+    def take(
+        self, queue: Queue[B], count: int, before: float, chances: dict[B, int] | None = None
+    ) -> list[B]:
+        """Take out up to ``count`` first blocks of a queue, those with a lower sequence number.
+
+        With ``chances``, a block that has one left goes to the end of the native order instead.
+        """
         taken: list[B] = []
         blocks = queue.blocks
         while blocks and len(taken) < count:
@@ -100,7 +105,12 @@ class CandidateQueues(Generic[B]):
                 blocks[block] = sequence
                 blocks.move_to_end(block, last=False)
                 break
-            taken.append(block)
+            if chances and (left := chances.get(block)):
+                chances[block] = left - 1
+                blocks[block] = self._next_sequence
+                self._next_sequence += 1
+            else:
+                taken.append(block)
         self._count -= len(taken)
         return taken
 

@@ -1,8 +1,8 @@
 """What PrefixShield costs inside vLLM's scheduler: block pool, scheduler steps, replay, memory.
 
-Everything that is compared takes turns in every round of one run, so that a busy machine slows all
-of it alike; a ratio is the median over rounds of the ratio inside a round. vLLM's own block pool,
-``native``, is the measure.
+Times are of the processor, not of the clock, but for the real servers. Everything that is compared
+takes turns in every round of one run, so that a busy machine slows all of it alike; a ratio is the
+median over rounds of the ratio inside a round. vLLM's own block pool, ``native``, is the measure.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ _BLOCKS_PER_TURN = 480
 _BLOCK_SIZE = 32
 _PHASES = ("get", "cache", "free", "hit")
 
-#: Times stand still, so that debts only grow.
+#: Seconds from one request to the next: next to nothing is refilled, so debts only grow.
+_TICK_S = 0.001
+
 _CONTRACTS = {"rich": Contract(1.0, 1e12), "poor": Contract(1.0, 0.0)}
 
 #: Requests that decode at once in a scheduler step.
@@ -87,6 +89,7 @@ class _Pool:
 
     def __init__(self, contestant: str, blocks: int, groups: int, debtors: int, batch: int) -> None:
         self._batch = batch
+        self._now = 0.0
         self.manager = KVCacheManager(
             cache_config(blocks, _BLOCK_SIZE),
             max_model_len=blocks * _BLOCK_SIZE,
@@ -101,7 +104,7 @@ class _Pool:
         ]
         if contestant != NATIVE:
             policy = make_policy(contestant, blocks, [one.group for one in self._identities])
-            self.driver = PolicyDriver(policy, self._identities[0], clock=lambda: 0.0)
+            self.driver = PolicyDriver(policy, self._identities[0], lambda: self._now)
             take_over(self.manager, self.driver)
         self._numbers = count()
         for _ in range(blocks // batch + 2):
@@ -121,7 +124,8 @@ class _Pool:
         """Get, cache and free a request's blocks, then hit and free them; ns of each phase."""
         pool, driver = self._pool, self.driver
         batch = self._batch
-        clock = time.perf_counter_ns
+        self._now += _TICK_S
+        clock = time.thread_time_ns  # of the processor: others may be busy, too
         request, identity = load
         if driver is not None:
             driver.current = driver.access(identity, request.request_id)
@@ -263,9 +267,9 @@ def steps(progress: Progress) -> Section:
             gc.freeze()
             for _ in range(_STEPS):
                 for name, plane in planes.items():
-                    started = time.perf_counter_ns()
+                    started = time.thread_time_ns()
                     plane.answer(plane.schedule())
-                    times[name].append((time.perf_counter_ns() - started) / 1000)
+                    times[name].append((time.thread_time_ns() - started) / 1000)
             gc.unfreeze()
             for name, found in times.items():
                 ratios = [a / b for a, b in zip(found, times[NATIVE], strict=True)]
@@ -362,9 +366,9 @@ def replays(progress: Progress, trace: Path, block_size: int) -> Section:
     for number in range(3):
         progress(f"replay, round {number + 1}")
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = time.thread_time()
             run()
-            times[name].append(time.perf_counter() - started)
+            times[name].append(time.thread_time() - started)
     rows = []
     for name, found in times.items():
         ratios = [a / b for a, b in zip(times["libCacheSim LRU"], found, strict=True)]

@@ -70,15 +70,16 @@ class AdaptiveShield(Policy):
         proven_until = self._proven_until()
         if parents is None:
             parents = [None] * len(blocks)
+        order, recall, samples = self.order, self.ghosts.recall, self.trial.samples
         for block, block_hash, parent in zip(blocks, hashes, parents, strict=True):
             if self._origin[block] is not None:  # its content was lost while it was held
                 self._lose([block])
             self._origin[block] = origin
             self._hash[block] = block_hash
-            self._sampled[block] = self.trial.samples(block_hash)
-            maker = self.ghosts.recall(group, block_hash)
+            self._sampled[block] = samples(block_hash)
+            maker = recall(group, block_hash)
             again = maker is not None and maker != request_id
-            self.order.admit(block, group, proven=again or self.order.proven < proven_until)
+            order.admit(block, group, proven=again or order.proven < proven_until)
             if found := self._chains.add(block, group, block_hash, parent):
                 self._come_back(found)
 

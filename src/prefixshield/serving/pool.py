@@ -31,13 +31,20 @@ class ShieldQueue(FreeKVCacheBlockQueue):
     unhashed_at_the_end: set[int]
     """Free blocks without content that vLLM wants reused last (``BlockPool.unpin_blocks``)."""
     scattered: bool
-    """Whether truly free blocks may stand behind others: they lost their content in native order."""
+    """Whether truly free blocks may stand behind others: they kept the places that they had."""
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         driver = self.driver
         blocks = [] if driver.native else self._chosen(n)
-        blocks += super().popleft_n(n - len(blocks))
-        driver.evicted([block.block_id for block in blocks if block.block_hash is not None])
+        if len(blocks) < n:
+            truly_free = max(0, self.num_free_blocks - driver.candidate_count)
+            rest = super().popleft_n(n - len(blocks))
+            if self.scattered or self.unhashed_at_the_end:
+                hashed = [block for block in rest if block.block_hash is not None]
+            else:
+                hashed = rest[truly_free:]
+            driver.evicted([block.block_id for block in hashed])
+            blocks += rest
         if self.unhashed_at_the_end:
             self.unhashed_at_the_end.difference_update(block.block_id for block in blocks)
         if driver.shares is not None:
@@ -53,17 +60,19 @@ class ShieldQueue(FreeKVCacheBlockQueue):
         from_free = min(n, truly_free)
         if driver.shares is not None:
             from_free = min(from_free, driver.room(driver.shares))
-        taken = super().popleft_n(from_free)
+        blocks = super().popleft_n(from_free)
         if count := min(n - from_free, driver.candidate_count):
             victims = driver.choose(count)
+            take = super().remove
             for block_id in victims:
                 block = self.blocks[block_id]
-                if block.block_hash is None or block.prev_free_block is None:  # not a candidate
+                if block.prev_free_block is None or block.block_hash is None:  # not a candidate
                     driver.disbelieve(victims, count)
                     break
-                super().remove(block)
-                taken.append(block)
-        return taken
+                take(block)
+                blocks.append(block)
+            driver.evicted(victims[: len(blocks) - from_free])
+        return blocks
 
     def _gather(self) -> None:
         """Truly free blocks to the front."""
@@ -134,7 +143,7 @@ class ShieldBlockPool(BlockPool):
             if not block.is_null and (block_mask is None or block_mask[index])
         ]
         if cached:
-            hashes = [block.block_hash for block in cached]
+            hashes = [block.block_hash for block in cached] if self.driver.told else []
             parents = None
             if kv_cache_group_id in self.chained_groups:
                 before = blocks[num_cached_blocks - 1].block_hash if num_cached_blocks else None
@@ -147,14 +156,18 @@ class ShieldBlockPool(BlockPool):
             )
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        free = [block for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        queue, driver = self.free_block_queue, self.driver
+        if queue.unhashed_at_the_end:
+            queue.unhashed_at_the_end.difference_update(block.block_id for block in blocks)
+        candidates = [
+            block.block_id
+            for block in blocks
+            if block.ref_cnt == 0 and block.block_hash is not None
+        ]
         super().touch(blocks)
-        if free:
-            self.driver.held([block.block_id for block in free if block.block_hash is not None])
-            at_the_end = self.free_block_queue.unhashed_at_the_end
-            if at_the_end:
-                at_the_end.difference_update(block.block_id for block in free)
-        self.driver.hit([block.block_id for block in blocks if not block.is_null])
+        driver.held(candidates)
+        if driver.told:
+            driver.hit([block.block_id for block in blocks if not block.is_null])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         before = [block for block in map(self.blocks.__getitem__, block_ids) if block.block_hash]
