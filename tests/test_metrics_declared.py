@@ -5,6 +5,8 @@ That the server exports what is declared: ``tests/serving/test_server.py``.
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,11 @@ def test_every_alert_is_explained():
     text = (ROOT / "docs/operators.md").read_text()
     rows = re.findall(r"^\| `(PrefixShield\w+)` \| .+ \| .+ \|$", text, re.MULTILINE)
     assert sorted(rows) == sorted(rule["alert"] for rule in RULES)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+def test_alerts_fire_when_they_should():
+    """Prometheus' own evaluation of made-up series: an attack, one elsewhere, a failure."""
+    command = ["promtool", "test", "rules", str(ROOT / "deploy/alerts_test.yml")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr

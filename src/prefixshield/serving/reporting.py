@@ -18,9 +18,13 @@ from prefixshield.serving.driver import PolicyDriver
 #: A count or a gauge: its name in the catalogue, then its label values.
 Key: TypeAlias = tuple[str, ...]
 
+#: Seconds between two reports of the counts, which cost a look at every pair of groups. When no
+#: request is left, they are always reported: no step may follow that could do it.
+COUNT_INTERVAL_S = 0.1
+
 #: Seconds between two reports of the gauges, which cost a look at every group ...
 GAUGE_INTERVAL_S = 1.0
-#: ... and when nothing is left to do: no step may follow that could report what became of them.
+#: ... and when no request is left.
 IDLE_GAUGE_INTERVAL_S = 0.1
 
 GAUGE_SCALE = 1000
@@ -57,12 +61,15 @@ class Reporter:
         self._clock = clock
         self._counted: dict[Key, int] = {}
         self._gauges: dict[Key, float] = {}
-        self._gauged_at = float("-inf")
+        self._counted_at = self._gauged_at = float("-inf")
 
     def report(self, *, idle: bool) -> dict[str, int]:
         """What to send with this step's statistics; ``idle``: no request is left."""
-        numbers = self._new_counts()
         now = self._clock()
+        numbers: Counter[Key] = Counter()
+        if idle or now - self._counted_at >= COUNT_INTERVAL_S:
+            self._counted_at = now
+            numbers = self._new_counts()
         if now - self._gauged_at >= (IDLE_GAUGE_INTERVAL_S if idle else GAUGE_INTERVAL_S):
             self._gauged_at = now
             self._read_gauges()
