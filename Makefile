@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench reproduce reproduce-real harmless bench-core compat test lint clean
+.PHONY: help setup demo serve bench reproduce reproduce-real harmless bench-core compat soak test lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 24
@@ -44,6 +44,12 @@ bench-core: setup ## what the policies cost inside vLLM, next to its own pool, i
 
 compat: setup ## the tests on other vLLM releases, into results/compat/ (VLLM="0.31.0 0.33.0")
 	@$(VENV)/python scripts/compat $(VLLM)
+
+STEPS = 1000000
+GROUPS = 64
+CHECK_EVERY = 100
+soak: setup ## a million scheduler steps per policy in virtual time, looked at for leaks (STEPS=1000000 GROUPS=64)
+	@$(VENV)/python -m prefixshield.evaluation.soak --steps $(STEPS) --groups $(GROUPS) --check-every $(CHECK_EVERY)
 
 test: setup ## all tests
 	@$(VENV)/python -m pytest

@@ -59,6 +59,35 @@ def test_balances_and_debts_are_those_of_the_paper(script, rest_ms):
         assert rank * float(lowest) == pytest.approx(float(normalised), abs=1e-6)
 
 
+@given(steps, st.lists(st.integers(0, 39), max_size=20), st.integers(0, 60_000))
+def test_a_refund_undoes_a_charge_and_the_mean_debt_follows(script, refunds, rest_ms):
+    ledger, reference = Ledger(CONTRACTS), Balances()
+    t = 0.0
+    for number, (account, blocks, wait_ms) in enumerate(script):
+        t += wait_ms / 1000
+        ledger.charge(ledger.account(*account), blocks, t)
+        reference.charge(account, blocks, Fraction(t))
+        if number in refunds:  # at once: as if it had not been charged
+            before = reference.balance(account, Fraction(t)) + blocks
+            ledger.refund(ledger.account(*account), blocks, t)
+            reference.stored[account] = (before, Fraction(t))
+    if refunds and script:  # later: at most up to a full bucket
+        account, blocks, _ = script[refunds[0] % len(script)]
+        t += 1.0
+        ledger.refund(ledger.account(*account), blocks, t)
+        balance = reference.balance(account, Fraction(t)) + blocks
+        reference.stored[account] = (balance, Fraction(t))
+    for after in (0.0, rest_ms / 1000):
+        for group, contract in reference.stored:
+            burst = CONTRACTS[contract].burst
+            exact = min(burst, float(reference.balance((group, contract), Fraction(t + after))))
+            found = ledger.account(group, contract).balance(t + after)
+            assert found == pytest.approx(exact, abs=1e-6)
+        groups = {group for group, _ in reference.stored}
+        mean = sum(ledger.normalised_debt(g, t + after) for g in groups) / max(1, len(groups))
+        assert ledger.mean_debt(t + after) == pytest.approx(mean, abs=1e-6)
+
+
 @given(st.lists(st.floats(0, 100), min_size=1))
 def test_accounting_time_never_runs_backwards(readings):
     ledger = Ledger(CONTRACTS)

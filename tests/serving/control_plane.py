@@ -89,8 +89,8 @@ def make_request(
 class ControlPlane(RealControlPlane):
     """Records what a step did."""
 
-    def __init__(self, build, vllm_config, num_blocks: int) -> None:
-        super().__init__(build, vllm_config, num_blocks, BLOCK_SIZE)
+    def __init__(self, build, vllm_config, num_blocks: int, cache=None) -> None:
+        super().__init__(build, vllm_config, num_blocks, BLOCK_SIZE, cache)
         self.outputs: dict[str, list[int]] = {}
         self.block_tables: list[dict[str, tuple[list[int], ...]]] = []
         self.cached_tokens: dict[str, int] = {}

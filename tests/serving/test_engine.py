@@ -129,6 +129,59 @@ def test_tokens_are_the_same_under_every_policy(engine, tmp_path):
         assert results[name] == results["native"], name
 
 
+def test_chunks_sleep_and_resets_change_no_token(engine, tmp_path):
+    prompts = mixed_prompts(tmp_path)[:16]
+    parameters = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, temperature=0.0)
+    options = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
+    expected = tokens_of(engine(NATIVE, **options), prompts, parameters)
+    gc.collect()
+    llm = engine(SHIELD, **options)
+    core = llm.llm_engine.engine_core.engine_core
+    driver = core.scheduler.driver
+    assert tokens_of(llm, prompts, parameters) == expected
+
+    llm.sleep(level=0)
+    assert core.is_scheduler_paused()
+    llm.wake_up(tags=["scheduling"])
+    assert llm.reset_prefix_cache()
+    assert driver.candidate_count == 0
+
+    # Preempted and emptied in the midst of it, twice.
+    for number, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(number), prompt, parameters)
+    found = {}
+    steps = 0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                found[int(output.request_id)] = output.outputs[0].token_ids
+        steps += 1
+        if steps in (5, 25):
+            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+            assert driver.candidate_count == 0
+    assert [found[number] for number in range(len(prompts))] == expected
+    assert not driver.failed
+
+
+def test_embeddings_are_the_same_from_the_cache(engine, tmp_path):
+    victim, attacker = salts(tmp_path)
+    llm = engine(SHIELD, runner="pooling", convert="embed")
+    driver = scheduler_of(llm).driver
+
+    def embed(salt):
+        prompt = TokensPrompt(prompt_token_ids=list(range(5, 205)), cache_salt=salt)
+        (output,) = llm.embed(prompt, use_tqdm=False)
+        return output.outputs.embedding
+
+    first = embed(victim)
+    assert driver.counts["hit_tokens", "victim"] == 0
+    assert embed(victim) == pytest.approx(first, abs=1e-5)
+    assert driver.counts["hit_tokens", "victim"] == 192
+    assert embed(attacker) == pytest.approx(first, abs=1e-5)
+    assert driver.counts["hit_tokens", "attacker"] == 0
+    assert driver.counts["materialised", "victim"] == 200 // 32
+
+
 def test_a_flood_empties_native_and_not_the_shield(engine, tmp_path):
     """The headline, offline: hit ratio of a victim with four hot prefixes, three quarters of the pool."""
     victim, attacker = salts(tmp_path)

@@ -166,6 +166,13 @@ class Ledger:
             if not owed:
                 heappush(self._owing, (account.clears_at, account.group, account.contract))
 
+    def refund(self, account: Account, blocks: int, t: float) -> None:
+        """Take a charge back; a full bucket stays full. Looks at all accounts in debt."""
+        self.charge(account, -blocks, t)
+        owing = (self._accounts[entry[1:]] for entry in self._owing)
+        self._owing = [(a.clears_at, a.group, a.contract) for a in owing if a.clears_at > t]
+        heapify(self._owing)
+
     def mean_debt(self, t: float) -> float:
         """Mean of D̃_g(t) over all groups with an account, in blocks; O(1) amortised."""
         self._settle(t)

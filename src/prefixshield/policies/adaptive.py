@@ -152,6 +152,12 @@ class AdaptiveShield(Policy):
         self.order.debts_changed(self.ledger.time)
         self.trial.debts_changed(self.ledger.time)
 
+    def refund(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if (origin := self._origin[block]) is not None:
+                self.ledger.refund(origin.account, 1, self.ledger.time)
+        self._lose(blocks)
+
     def reset(self) -> None:
         self.order.clear()
         self._chains.clear()

@@ -108,6 +108,9 @@ class Policy(ABC):
     def forget(self, block: int) -> None:
         """A candidate lost its content without being chosen; it ceases to be a candidate."""
 
+    def refund(self, blocks: Sequence[int]) -> None:  # noqa: B027 - a policy may charge nothing
+        """Held cached blocks lost their content: what was to fill them failed. Undoes charges."""
+
     @abstractmethod
     def reset(self) -> None:
         """The cache was emptied: no block is cached. Debts stay."""

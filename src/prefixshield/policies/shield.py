@@ -130,6 +130,12 @@ class Shield(Policy):
         self.hold([block])
         self._lose([block])
 
+    def refund(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if (origin := self._origin[block]) is not None:
+                self.ledger.refund(origin.account, 1, self.ledger.time)
+            self._origin[block] = self._queue[block] = None
+
     def reset(self) -> None:
         self._queues.clear()
         self._taken = {}

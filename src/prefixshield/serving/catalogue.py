@@ -40,6 +40,12 @@ COUNTERS: Mapping[str, Metric] = {
         "blocks",
         "Blocks that became cached and were charged to the group.",
     ),
+    "refunded": Metric(
+        "prefixshield_refunded_blocks_total",
+        ("group",),
+        "blocks",
+        "Charges taken back: blocks that a KV connector failed to fill, lost while they were held.",
+    ),
     "evicted": Metric(
         "prefixshield_evicted_blocks_total",
         ("owner", "causer"),

@@ -7,6 +7,7 @@ whole traffic runs in microseconds on the code that serves.
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -84,14 +85,20 @@ class ControlPlane:
         vllm_config: VllmConfig,
         num_blocks: int,
         block_size: int = 32,
+        cache: KVCacheConfig | None = None,
     ) -> None:
-        """``build``: a scheduler class or factory; ``num_blocks``: the null block included."""
+        """``build``: a scheduler class or factory; ``num_blocks``: the null block included.
+
+        ``cache``: its KV-cache groups; by default one of full attention.
+        """
+        cache = cache or cache_config(num_blocks, block_size)
+        sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
         self.scheduler = build(
             vllm_config=vllm_config,
-            kv_cache_config=cache_config(num_blocks, block_size),
+            kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(vllm_config),
-            block_size=block_size,
-            hash_block_size=block_size,
+            block_size=math.lcm(*sizes),
+            hash_block_size=math.gcd(*sizes),
             log_stats=True,
         )
 

@@ -131,17 +131,29 @@ class PolicyDriver:
                 self.shares.release(blocks)
             self._guarded(self.policy.release, blocks)
 
-    def invalidated(self, block: int, *, candidate: bool) -> None:
-        """A cached block lost its content without being chosen, a candidate or a held one."""
-        owner = self.owner[block]
-        if owner is not None:
+    def invalidated(self, block: int) -> None:
+        """A candidate lost its content without being chosen."""
+        self._disown([block])
+        self.candidate_count -= 1
+        if self.shares is not None:
+            self.shares.empty([block])
+        self._guarded(self.policy.forget, block)
+
+    def refunded(self, blocks: Sequence[int]) -> None:
+        """Held cached blocks lost their content; whoever was charged for them gets it back."""
+        for owner, lost in self._disown(blocks).items():
+            self.counts["refunded", owner] += lost
+        self._guarded(self.policy.refund, blocks)
+
+    def _disown(self, blocks: Sequence[int]) -> Counter[str]:
+        """Cached blocks have no owner any more; how many each group had of them."""
+        lost: Counter[str] = Counter()
+        for block in blocks:
+            if (owner := self.owner[block]) is not None:
+                lost[owner] += 1
             self.owner[block] = None
-            self.resident[owner] -= 1
-        if candidate:
-            self.candidate_count -= 1
-            if self.shares is not None:
-                self.shares.empty([block])
-            self._guarded(self.policy.forget, block)
+        self.resident.subtract(lost)
+        return lost
 
     def room(self, shares: Shares) -> int:
         """How many truly free blocks the request that vLLM is allocating for may take."""

@@ -69,6 +69,13 @@ HOOKS: Sequence[Hook] = (
         "charges the request for what it materialises",
         "a callback on caching with the request",
     ),
+    Hook(
+        f"{_POOL}.cache_partial_block",
+        "request block num_tokens kv_cache_group_id block_size replace_existing_hashes",
+        "charges for blocks that are cached before they are full",
+        "a callback on caching with the request",
+        {"0.10.2": None, "0.29.0": "request block num_tokens kv_cache_group_id block_size"},
+    ),
     Hook(f"{_POOL}.touch", "blocks", "hits and promotion", "a callback on hits"),
     Hook(f"{_POOL}.evict_blocks", "block_ids", "invalidated blocks", _POLICY_PLUG),
     Hook(f"{_POOL}.reset_prefix_cache", "", "the cache was emptied", _POLICY_PLUG),

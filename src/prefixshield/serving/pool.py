@@ -12,7 +12,11 @@ from typing import Any, NamedTuple, cast
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+)
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
@@ -117,6 +121,8 @@ class ShieldBlockPool(BlockPool):
     free_block_queue: ShieldQueue
     chained_groups: frozenset[int]
     """The KV-cache groups in which a block is reached through all blocks before it."""
+    caches_parts: bool = False
+    """Whether a block was ever cached before it was full."""
 
     def cache_full_blocks(
         self,
@@ -128,6 +134,11 @@ class ShieldBlockPool(BlockPool):
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
+        if self.caches_parts:
+            # A block that was cached before it was full is cached anew: it is charged once.
+            new = blocks[num_cached_blocks:num_full_blocks]
+            if partly := [block.block_id for block in new if block.block_hash is not None]:
+                self.driver.refunded(partly)
         super().cache_full_blocks(
             request,
             blocks,
@@ -155,6 +166,17 @@ class ShieldBlockPool(BlockPool):
                 parents,
             )
 
+    def cache_partial_block(
+        self, request: Request, block: KVCacheBlock, *args: Any, **kwargs: Any
+    ) -> BlockHashWithGroupId | None:
+        # With EAGLE, where KV-cache groups have blocks of several sizes: a prompt's last block.
+        was_cached = block.block_hash is not None
+        key = super().cache_partial_block(request, block, *args, **kwargs)
+        if key is not None and not was_cached:
+            self.caches_parts = True
+            self.driver.materialised([block.block_id], [key], _access(self.driver, request))
+        return key
+
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         queue, driver = self.free_block_queue, self.driver
         if queue.unhashed_at_the_end:
@@ -172,12 +194,16 @@ class ShieldBlockPool(BlockPool):
     def evict_blocks(self, block_ids: set[int]) -> None:
         before = [block for block in map(self.blocks.__getitem__, block_ids) if block.block_hash]
         super().evict_blocks(block_ids)
+        # vLLM takes the content of held blocks only when what was to be loaded into them failed.
+        if held := [block.block_id for block in before if block.ref_cnt]:
+            self.driver.refunded(held)
         for block in before:
-            candidate = block.ref_cnt == 0
-            self.driver.invalidated(block.block_id, candidate=candidate)
-            if candidate and self.driver.native:
+            if block.ref_cnt:
+                continue
+            self.driver.invalidated(block.block_id)
+            if self.driver.native:
                 self.free_block_queue.scattered = True
-            elif candidate:
+            else:
                 FreeKVCacheBlockQueue.remove(self.free_block_queue, block)
                 FreeKVCacheBlockQueue.prepend_n(self.free_block_queue, [block])
 

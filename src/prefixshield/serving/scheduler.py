@@ -49,6 +49,10 @@ def build_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     hooks.verify()
     if vllm_config.diffusion_config is not None:
         raise IncompatibleEngineError("diffusion models need a scheduler that is not supported")
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        raise IncompatibleEngineError(
+            "HiSparse keeps a second pool of blocks, which is not supported"
+        )
     if not vllm_config.cache_config.enable_prefix_caching:
         raise IncompatibleEngineError(
             "prefix caching is off (--no-enable-prefix-caching, or a model without it), "
