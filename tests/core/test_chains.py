@@ -32,7 +32,7 @@ class Life(RuleBasedStateMachine):
         before = self.orphans()
         self.names += 1
         self.key[self.names] = key
-        back = self.chains.add(self.names, "g", key, predecessor(key))
+        back = self.chains.add([self.names], "g", [key], [predecessor(key)])
         assert len(back) == len(set(back))
         assert set(back) == before - self.orphans()
 
@@ -70,8 +70,8 @@ TestChains.settings = settings(max_examples=100, stateful_step_count=40, deadlin
 
 def test_a_block_without_a_chain_is_no_orphan_and_orphans_nothing():
     chains = Chains()
-    assert not chains.add(1, "g", "window", None)
-    assert not chains.add(2, "g", "later", None)
+    assert not chains.add([1], "g", ["window"], [None])
+    assert not chains.add([2], "g", ["later"], [None])
     assert not chains.remove(1)
     assert not chains.is_orphan(2)
 
@@ -79,16 +79,16 @@ def test_a_block_without_a_chain_is_no_orphan_and_orphans_nothing():
 def test_a_copy_keeps_what_follows_reachable():
     chains = Chains()
     for block, key, parent in ((1, "a", None), (2, "a", None), (3, "ab", "a"), (4, "abc", "ab")):
-        chains.add(block, "g", key, parent)
+        chains.add([block], "g", [key], [parent])
     assert not chains.remove(1)
     assert set(chains.remove(2)) == {3, 4}
-    assert set(chains.add(5, "g", "a", None)) == {3, 4}
+    assert set(chains.add([5], "g", ["a"], [None])) == {3, 4}
 
 
 def test_a_key_of_another_group_is_another_key():
     chains = Chains()
-    chains.add(1, "g", "a", None)
-    chains.add(2, "h", "ab", "a")
+    chains.add([1], "g", ["a"], [None])
+    chains.add([2], "h", ["ab"], ["a"])
     assert chains.is_orphan(2)
-    assert set(chains.add(3, "h", "a", None)) == {2}
+    assert set(chains.add([3], "h", ["a"], [None])) == {2}
     assert not chains.remove(1)

@@ -30,15 +30,15 @@ def test_a_group_loses_none_that_is_within_its_fair_share(script):
             latest[group][block_hash] = number
         else:
             sure = list(latest[group])[-(LIMIT // len(GROUPS)) :]
-            maker = ghosts.recall(group, block_hash)
+            maker = ghosts.recall(group, [block_hash])[0]
             assert maker is None or maker == latest[group][block_hash]
             assert maker is not None or block_hash not in sure
             latest[group].pop(block_hash, None)
         assert len(ghosts) == sum(ghosts.size(name) for name in GROUPS) <= LIMIT
     for group, remembered in latest.items():
         for block_hash, maker in list(remembered.items())[-(LIMIT // len(GROUPS)) :]:
-            assert ghosts.recall(group, block_hash) == maker
-            assert ghosts.recall(group, block_hash) is None, "it was laid to rest"
+            assert ghosts.recall(group, [block_hash])[0] == maker
+            assert ghosts.recall(group, [block_hash])[0] is None, "it was laid to rest"
 
 
 def test_a_lone_group_may_have_them_all_until_others_come():
@@ -51,9 +51,9 @@ def test_a_lone_group_may_have_them_all_until_others_come():
     assert (ghosts.size("flood"), ghosts.size("quiet")) == (5, 4)
     for number in range(100, 200):
         ghosts.remember("flood", number, "maker")
-    assert all(ghosts.recall("quiet", number) for number in range(4))
-    assert not ghosts.recall("flood", 194)
-    assert ghosts.recall("flood", 199)
+    assert all(ghosts.recall("quiet", [number])[0] for number in range(4))
+    assert not ghosts.recall("flood", [194])[0]
+    assert ghosts.recall("flood", [199])[0]
 
 
 def test_more_groups_than_ghosts_stay_within_the_bound():

@@ -39,7 +39,7 @@ class Life(RuleBasedStateMachine):
             self.take(min(excess, len(self.naive.waiting)))
         for _ in range(min(count, self.capacity - len(self.naive.group))):
             self.names += 1
-            self.order.admit(self.names, group, proven=proven)
+            self.order.admit([self.names], group, [proven])
             self.naive.admit(self.names, group, proven)
             self.held.append(self.names)
 
@@ -128,7 +128,7 @@ def order_of(capacity, rule, *blocks):
     order = Order(capacity, ledger, rule)
     order._was_full = True
     for block, group, retention in blocks:
-        order.admit(block, group, proven=retention is not P)
+        order.admit([block], group, [retention is not P])
         if retention is R:
             order.reuse(block, promote=True)
             order._chances.clear()

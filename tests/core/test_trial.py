@@ -41,7 +41,7 @@ class NaiveMiniature:
             if retention == 0:
                 self.ghosts.remember(*key, "maker")
         for key in missing:
-            order.admit(key, key[0], self.ghosts.recall(*key) is not None)
+            order.admit(key, key[0], self.ghosts.recall(key[0], [key[1]]) != [None])
         order.release(keys[::-1])
         return hits
 
@@ -73,7 +73,7 @@ def test_on_a_pool_no_larger_than_a_miniature_each_is_a_replay_of_its_rule(scrip
         trial.charged(group, t)
         known.add(group)
         keys = [(group, (prefix, i)) for i in range(length)]
-        assert all(trial.samples(block_hash) for _, block_hash in keys)
+        assert all(trial.sampled([block_hash for _, block_hash in keys]))
         trial.serve(keys, length, t, discount)
         debts = {name: ledger.normalised_debt(name, t) for name in known}
         weights = {name: ledger.heaviest_debt_weight(name, t) for name in known}
@@ -162,7 +162,7 @@ def test_a_discount_is_of_unproven_hits_alone(ledger):
 @pytest.mark.parametrize("make", [int, str, lambda n: str(n).encode(), lambda n: ("p", n)])
 def test_a_large_pool_is_sampled_in_proportion(ledger, make):
     trial = Trial(10 * MINIATURE_BLOCKS, ledger)
-    sampled = sum(trial.samples(make(n)) for n in range(20_000))
+    sampled = sum(trial.sampled([make(n) for n in range(20_000)]))
     assert 1800 < sampled < 2200
 
 

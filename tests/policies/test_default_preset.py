@@ -157,7 +157,7 @@ class Life(RuleBasedStateMachine):
             if block in self.made:  # its content was lost while it was held
                 del self.made[block]
                 self.naive.drop(block)
-            maker = self.ghosts.recall(access.group, block_hash)
+            (maker,) = self.ghosts.recall(access.group, [block_hash])
             again = maker not in (None, access.request_id)
             self.naive.admit(block, access.group, again or self.lags())
             self.made[block] = access, block_hash

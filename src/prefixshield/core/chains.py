@@ -45,38 +45,51 @@ class Chains:
         link = self._of_block.get(block)
         return link is not None and not link.reachable
 
-    def add(self, block: int, group: str, key: Hashable, parent: Hashable | None) -> Sequence[int]:
-        """A block is cached under a key; returns the blocks that can be reached again thereby.
+    def add(
+        self,
+        blocks: Sequence[int],
+        group: str,
+        keys: Sequence[Hashable],
+        parents: Sequence[Hashable | None],
+    ) -> list[int]:
+        """Blocks are cached, each under a key; returns those that can be reached again thereby.
 
-        ``parent``: the key that precedes it; None: it can be hit whatever else is cached.
+        ``parents``: the key that precedes each; None: it can be hit whatever else is cached.
         """
         links = self._groups.get(group)
         if links is None:
             links = self._groups[group] = {}
-        link = links.get(key)
-        if link is None:
-            link = links[key] = _Link(links, key)
-        self._of_block[block] = link
-        if link.block is not None:
-            if link.copies is None:
-                link.copies = {}
-            link.copies[block] = None
-            return ()
-        link.block = block
-        link.reachable = True
-        if parent is not None:
-            before = links.get(parent)
-            if before is None:
-                before = links[parent] = _Link(links, parent)
-            if before.children is None:
-                before.children = {}
-            before.children[link] = None
-            link.parent = before
-            if before.block is None or not before.reachable:
-                link.reachable = False
-                self.broken = True
-                return ()
-        return self._turn(link.children, reachable=True) if link.children else ()
+        back: list[int] = []
+        link: _Link | None = None
+        for block, key, parent in zip(blocks, keys, parents, strict=True):
+            before = link  # the one just added, which mostly is the parent
+            link = links.get(key)
+            if link is None:
+                link = links[key] = _Link(links, key)
+            self._of_block[block] = link
+            if link.block is not None:
+                if link.copies is None:
+                    link.copies = {}
+                link.copies[block] = None
+                continue
+            link.block = block
+            link.reachable = True
+            if parent is not None:
+                if before is None or before.key != parent:
+                    before = links.get(parent)
+                    if before is None:
+                        before = links[parent] = _Link(links, parent)
+                if before.children is None:
+                    before.children = {}
+                before.children[link] = None
+                link.parent = before
+                if before.block is None or not before.reachable:
+                    link.reachable = False
+                    self.broken = True
+                    continue
+            if link.children:
+                back += self._turn(link.children, reachable=True)
+        return back
 
     def remove(self, block: int) -> Sequence[int]:
         """A block is cached no more; returns the blocks that become orphans thereby."""

@@ -8,7 +8,7 @@ out: a group that floods it forgets its own ghosts, never those of a group that 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
 #: Ghosts per block of the pool, over all groups: as many as S3-FIFO keeps.
@@ -69,12 +69,15 @@ class Ghosts:
             ghosts.popitem(last=False)
             self._count -= 1
 
-    def recall(self, group: str, block_hash: Hashable) -> Hashable | None:
-        """The maker of a block that was lost, whose ghost is laid to rest; None: no ghost."""
+    def recall(self, group: str, hashes: Iterable[Hashable]) -> list[Hashable | None]:
+        """The makers of blocks that were lost, whose ghosts are laid to rest; None: no ghost."""
         own = self._groups.get(group)
-        maker = own.ghosts.pop(block_hash, None) if own else None
-        self._count -= maker is not None
-        return maker
+        if own is None or not own.ghosts:
+            return [None for _ in hashes]
+        before = len(own.ghosts)
+        makers = [own.ghosts.pop(block_hash, None) for block_hash in hashes]
+        self._count -= before - len(own.ghosts)
+        return makers
 
     def size(self, group: str) -> int:
         """Number of ghosts remembered for a group."""

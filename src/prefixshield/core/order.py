@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Generic, NamedTuple
 
 from prefixshield.core.debtors import Collection, Debtors
@@ -89,18 +89,25 @@ class Order(Generic[B]):
         """Part of the capacity that proven blocks have, held ones included."""
         return self.proven / self.capacity_blocks
 
-    def admit(self, block: B, group: str, *, proven: bool) -> None:
-        """A block is cached, and held; what it was before is forgotten."""
-        if block in self._queue:
-            self.drop(block)
-        if not proven and not self._was_full:
-            self._unproven_until_full -= 1
-            proven = self._unproven_until_full < 0
-        queues = self._queues.of_group(group)
-        queue = queues[1] if proven else queues[0]
-        self._queue[block] = queue
-        queue.cached += 1
-        self.proven += proven
+    def admit(
+        self, blocks: Sequence[B], group: str, proven: Sequence[bool], proven_until: float = 0.0
+    ) -> None:
+        """Blocks are cached, and held; what they were before is forgotten.
+
+        ``proven``: whether each is. ``proven_until``: all are while proven blocks are fewer.
+        """
+        unproven_queue, proven_queue, _ = self._queues.of_group(group)
+        for block, is_proven in zip(blocks, proven, strict=True):
+            if block in self._queue:
+                self.drop(block)
+            is_proven |= self.proven < proven_until
+            if not is_proven and not self._was_full:
+                self._unproven_until_full -= 1
+                is_proven = self._unproven_until_full < 0
+            queue = proven_queue if is_proven else unproven_queue
+            self._queue[block] = queue
+            queue.cached += 1
+            self.proven += is_proven
 
     def reuse(self, block: B, *, promote: bool) -> bool:
         """A held block was hit by another request than it was made by; whether it is promoted."""

@@ -70,12 +70,13 @@ class CandidateQueues(Generic[B]):
     def append(self, blocks: Iterable[B], queue_of: Callable[[B], Queue[B]]) -> set[str]:
         """Add candidates at the end of the native order; returns the groups that own them."""
         first = sequence = self._next_sequence
-        groups = set()
-        queue = None
+        groups: set[str] = set()
+        before: Queue[B] | None = None
         for block in blocks:
-            before, queue = queue, queue_of(block)
+            queue = queue_of(block)
             queue.blocks[block] = sequence
             if queue is not before:
+                before = queue
                 groups.add(queue.group)
                 if not queue.listed:
                     queue.listed = True

@@ -72,8 +72,10 @@ class Miniature:
                 if was is RetentionClass.PROBATIONARY:
                     self.ghosts.remember(group, block_hash, _SOMEBODY)
         self._resident = min(self._capacity, self._resident + len(missing))
-        for key in missing:
-            order.admit(key, key[0], proven=self.ghosts.recall(*key) is not None)
+        if missing:
+            group = missing[0][0]
+            makers = self.ghosts.recall(group, [block_hash for _, block_hash in missing])
+            order.admit(missing, group, [maker is not None for maker in makers])
         order.append(reversed(keys))
         return hits[0], hits[1]
 
@@ -101,12 +103,15 @@ class Trial:
         """Part of the pool that proven blocks would have, had it always followed the rule."""
         return self._best.order.proven_part
 
-    def samples(self, block_hash: Hashable) -> bool:
-        """Whether the miniatures see accesses to a block."""
-        if self._sampled_below >= 2**32:
-            return True
-        name = block_hash if isinstance(block_hash, bytes) else repr(block_hash).encode()
-        return crc32(name) < self._sampled_below
+    def sampled(self, hashes: Sequence[Hashable]) -> Sequence[bool]:
+        """Whether the miniatures see accesses to each of the blocks."""
+        limit = self._sampled_below
+        if limit >= 2**32:
+            return [True] * len(hashes)
+        return [
+            crc32(name if isinstance(name, bytes) else repr(name).encode()) < limit
+            for name in hashes
+        ]
 
     def charged(self, group: str, t: float) -> None:
         """A group's debt may have grown."""

@@ -399,7 +399,11 @@ def run_bench_core(
 
     Raises PrefixShieldError for a section that there is none of.
     """
-    known = {**SECTIONS, "replays": lambda told: replays(told, trace, block_size)}
+
+    def of_the_trace(told: Progress) -> Section:
+        return replays(told, trace, block_size)
+
+    known = {**SECTIONS, "replays": of_the_trace}
     for name in names:
         if name not in known:
             raise PrefixShieldError(

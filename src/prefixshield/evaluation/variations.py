@@ -48,8 +48,14 @@ class _NoChains(Chains):
     def is_orphan(self, block: int) -> bool:
         return False
 
-    def add(self, block: int, group: str, key: Hashable, parent: Hashable | None) -> Sequence[int]:
-        return ()
+    def add(
+        self,
+        blocks: Sequence[int],
+        group: str,
+        keys: Sequence[Hashable],
+        parents: Sequence[Hashable | None],
+    ) -> list[int]:
+        return []
 
     def remove(self, block: int) -> Sequence[int]:
         return ()

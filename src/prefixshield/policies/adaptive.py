@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from prefixshield.core.chains import Chains
 from prefixshield.core.ghosts import Ghosts
-from prefixshield.core.ledger import EPSILON, Account, Contract, Ledger
+from prefixshield.core.ledger import EPSILON, Account, Contract, Debt, Ledger
 from prefixshield.core.order import Order
 from prefixshield.core.retention import RetentionClass
 from prefixshield.core.trial import Trial
-from prefixshield.policies.base import Access, Debt, Policy, PolicySetup
+from prefixshield.policies.base import Access, Policy, PolicySetup
 
 #: Where proven blocks have less than this much of what they have in the miniature that the pool
 #: follows, what is admitted counts as proven: the pool has to become like it to fare like it.
@@ -67,21 +67,17 @@ class AdaptiveShield(Policy):
         self.order.charged(group, t)
         self.trial.charged(group, t)
         origin = _Origin(account, request_id, access.prefix_id)
-        proven_until = self._proven_until()
-        if parents is None:
-            parents = [None] * len(blocks)
-        order, recall, samples = self.order, self.ghosts.recall, self.trial.samples
-        for block, block_hash, parent in zip(blocks, hashes, parents, strict=True):
+        makers = self.ghosts.recall(group, hashes)
+        samples = self.trial.sampled(hashes)
+        for block, block_hash, sampled in zip(blocks, hashes, samples, strict=True):
             if self._origin[block] is not None:  # its content was lost while it was held
                 self._lose([block])
             self._origin[block] = origin
             self._hash[block] = block_hash
-            self._sampled[block] = samples(block_hash)
-            maker = recall(group, block_hash)
-            again = maker is not None and maker != request_id
-            order.admit(block, group, proven=again or order.proven < proven_until)
-            if found := self._chains.add(block, group, block_hash, parent):
-                self._come_back(found)
+            self._sampled[block] = sampled
+        again = [maker is not None and maker != request_id for maker in makers]
+        self.order.admit(blocks, group, again, self._proven_until())
+        self._come_back(self._chains.add(blocks, group, hashes, parents or [None] * len(blocks)))
 
     def hit(self, blocks: Sequence[int], access: Access) -> list[int]:
         """Record reuse always; promote what proven, debt-free reuse earns (policy.md section 5)."""
@@ -120,7 +116,8 @@ class AdaptiveShield(Policy):
         """Orphans first, then by the order that the trial favours."""
         self._require(count)
         t = self.ledger.now(access.time)
-        self._taken = taken = {}
+        taken: dict[int, RetentionClass] = {}
+        self._taken = taken
         while self._orphans and len(taken) < count:
             block, _ = self._orphans.popitem(last=False)
             taken[block] = self.order.retention(block) or RetentionClass.PROBATIONARY
@@ -219,10 +216,10 @@ class AdaptiveShield(Policy):
 
     def _come_back(self, blocks: Iterable[int]) -> None:
         """Blocks can be reached again."""
-        found = [block for block in blocks if block in self._orphans]
-        for block in found:
-            del self._orphans[block]
-        self.order.append(found)
+        if found := [block for block in blocks if block in self._orphans]:
+            for block in found:
+                del self._orphans[block]
+            self.order.append(found)
 
     def _try(self, blocks: Sequence[int]) -> None:
         """Tell the trial that a request has used these blocks, given tail first."""

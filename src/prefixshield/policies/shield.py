@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from prefixshield.core.debtors import Collection, Debtors
 from prefixshield.core.history import AdmissionHistory
-from prefixshield.core.ledger import EPSILON, Account, Contract, Ledger
+from prefixshield.core.ledger import EPSILON, Account, Contract, Debt, Ledger
 from prefixshield.core.queues import CandidateQueues, Queue
 from prefixshield.core.retention import RetentionClass
-from prefixshield.policies.base import Access, Debt, Policy, PolicySetup
+from prefixshield.policies.base import Access, Policy, PolicySetup
 
 #: The history remembers this many prefixes per block of the pool, over all groups.
 HISTORY_PREFIXES_PER_BLOCK = 4
