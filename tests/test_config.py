@@ -157,7 +157,17 @@ def test_the_secret_of_a_gateway_is_nobodys_key(load):
         (
             "policy:",
             "polices:",
-            "polices: unknown key, expected one of: policy, preset, mode, contracts, groups, default_group, allow_anonymous, trusted_header, namespace_secret, operator_key, max_body_bytes",
+            "polices: unknown key, expected one of: policy, preset, mode, contracts, groups, default_group, allow_anonymous, trusted_header, namespace_secret, operator_key, max_body_bytes, record",
+        ),
+        (
+            "preset: paper",
+            "record: {max_megabytes: 5}",
+            "record.path: missing, expected the path of a file that is not there yet",
+        ),
+        (
+            "preset: paper",
+            "record: {path: requests.jsonl, max_megabytes: 0}",
+            "record.max_megabytes: found 0, expected a whole number greater than 0 (MB)",
         ),
         (
             "bob: {contract: base}",

@@ -123,6 +123,15 @@ class TrustedHeader(_Section):
         return name.lower()
 
 
+class RecordSection(_Section):
+    """A recording of the requests that are served, as a trace without content."""
+
+    path: Annotated[str, StringConstraints(min_length=1)]
+    """A file that is not there yet; relative to where the server was started."""
+    max_megabytes: int = Field(default=256, gt=0)
+    """It ends at this size; of each engine's file."""
+
+
 class Config(_Section):
     """A validated configuration. Contracts and groups keep the order of the file."""
 
@@ -137,6 +146,7 @@ class Config(_Section):
     namespace_secret: Secret | None = None
     operator_key: Secret | None = None
     max_body_bytes: int = Field(default=64 * 1024 * 1024, gt=0)
+    record: RecordSection | None = None
 
     @field_validator("policy")
     @classmethod
@@ -395,6 +405,9 @@ _EXPECTED: Mapping[str, str] = {
     "operator_key.value": "a non-empty string",
     "operator_key.env": "the name of an environment variable",
     "max_body_bytes": "a whole number greater than 0 (bytes)",
+    "record": "a mapping with the keys: path, max_megabytes",
+    "record.path": "the path of a file that is not there yet",
+    "record.max_megabytes": "a whole number greater than 0 (MB)",
 }
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -406,6 +419,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "trusted_header.secret": Secret,
     "namespace_secret": Secret,
     "operator_key": Secret,
+    "record": RecordSection,
 }
 
 _NAME_RULE = (

@@ -84,6 +84,14 @@ def test_one_problem_at_a_time(path, change, arguments, message):
     assert "sk-" not in problem
 
 
+def test_it_says_whether_requests_will_be_recorded(path, tmp_path, installed):
+    target = tmp_path / "requests.jsonl"
+    path.write_text(CONFIG + f"record: {{path: {target}}}\n")
+    assert f"requests are recorded in {target} without their content" in findings(path, Kind.NOTE)
+    target.touch()
+    assert f"no requests are recorded: {target} is there already" in findings(path, Kind.NOTE)
+
+
 def test_without_vllm_it_says_so_and_everything_else(path, monkeypatch):
     def missing():
         raise IncompatibleEngineError("vLLM is not installed")

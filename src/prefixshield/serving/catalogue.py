@@ -97,6 +97,12 @@ COUNTERS: Mapping[str, Metric] = {
         "versions",
         "Versions of the configuration file read while running: accepted or refused.",
     ),
+    "recorded": Metric(
+        "prefixshield_recorded_requests_total",
+        ("outcome",),
+        "requests",
+        "Requests of the recording: written, or lost because writing failed.",
+    ),
     "fallbacks": Metric(
         "prefixshield_fallbacks_total",
         (),
@@ -109,6 +115,12 @@ COUNTERS: Mapping[str, Metric] = {
         "failures",
         "Failures of the policy: an exception, or an answer that does not fit.",
     ),
+}
+
+#: The values of the label ``outcome``, by the name of the driver's count.
+OUTCOMES: Mapping[str, tuple[str, ...]] = {
+    "reloads": ("accepted", "refused"),
+    "recorded": ("written", "lost"),
 }
 
 #: By the name under which they are reported.

@@ -102,6 +102,11 @@ def _configuration(config: Config, path: Path, environ: Mapping[str, str]) -> It
         )
     if config.allow_anonymous:
         yield Finding(Kind.NOTE, f"requests without a key belong to group {config.default_group}")
+    if config.record is not None:
+        recorded = f"requests are recorded in {config.record.path} without their content"
+        if Path(config.record.path).exists():
+            recorded = f"no requests are recorded: {config.record.path} is there already"
+        yield Finding(Kind.NOTE, recorded)
     if config.namespace_secret is None:
         yield Finding(
             Kind.NOTE,

@@ -116,6 +116,13 @@ HOOKS: Sequence[Hook] = (
     ),
     Hook(f"{_SCHEDULER}.add_request", "request", "reads the identity", "a tenant field"),
     Hook(
+        f"{_SCHEDULER}._free_request",
+        "request delay_free_blocks",
+        "a request has ended: it goes into the recording",
+        "a callback on the end of a request",
+        {"0.10.2": "request"},
+    ),
+    Hook(
         f"{_SCHEDULER}._handle_blocked_waiting_request",
         "request",
         "a request whose group is at its share waits, and nobody behind it",
@@ -196,14 +203,14 @@ READS: Mapping[str, str] = {
     "has_mamba_layers current_step max_model_len connector is_encoder_decoder "
     "encoder_cache_mismatch_reqs",
     _REQUEST: "request_id cache_salt block_hashes num_tokens num_prompt_tokens num_preemptions "
-    "max_tokens sampling_params resumable",
+    "num_computed_tokens num_output_tokens max_tokens sampling_params resumable",
     "vllm.sampling_params:SamplingParams": "extra_args",
     "vllm.v1.metrics.stats:SchedulerStats": "waiting_lora_adapters",
     "vllm.config.vllm:VllmConfig": "additional_config cache_config diffusion_config model_config "
     "parallel_config scheduler_config speculative_config",
     "vllm.config.cache:CacheConfig": "enable_prefix_caching",
     "vllm.config.model:ModelConfig": "served_model_name",
-    "vllm.config.parallel:ParallelConfig": "pipeline_parallel_size",
+    "vllm.config.parallel:ParallelConfig": "data_parallel_index pipeline_parallel_size",
     "vllm.config.scheduler:SchedulerConfig": "async_scheduling scheduler_cls",
 }
 

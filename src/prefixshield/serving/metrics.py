@@ -16,7 +16,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from prefixshield import __version__
 from prefixshield.config import Config, load_config
 from prefixshield.errors import PrefixShieldError
-from prefixshield.serving.catalogue import COMMON_LABELS, COUNTERS, GAUGES, GroupLabels
+from prefixshield.serving.catalogue import COMMON_LABELS, COUNTERS, GAUGES, OUTCOMES, GroupLabels
 from prefixshield.serving.hooks import installed_vllm
 from prefixshield.serving.reporting import GAUGE_SCALE, take
 from prefixshield.serving.wiring import config_path
@@ -73,7 +73,7 @@ class ShieldStatLogger(StatLoggerBase):
                 for group in GroupLabels(config.groups).own:
                     self._counters[name].labels(*self._labels, group)
             elif metric.labels == ("outcome",):
-                for outcome in ("accepted", "refused"):
+                for outcome in OUTCOMES[name]:
                     self._counters[name].labels(*self._labels, outcome)
             elif not metric.labels:
                 self._counters[name].labels(*self._labels)

@@ -20,6 +20,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from prefixshield import __version__
+from prefixshield.config import RecordSection
 from prefixshield.errors import IncompatibleEngineError
 from prefixshield.policies import PolicySetup, build_policy
 from prefixshield.serving import hooks
@@ -27,7 +28,8 @@ from prefixshield.serving.admission import Admission
 from prefixshield.serving.catalogue import GroupLabels
 from prefixshield.serving.driver import PolicyDriver
 from prefixshield.serving.namespace import Identity
-from prefixshield.serving.pool import Tag, tag, take_over
+from prefixshield.serving.pool import Tag, tag, tag_of, take_over
+from prefixshield.serving.recording import Recorder
 from prefixshield.serving.reload import LiveConfig
 from prefixshield.serving.reporting import Reporter
 from prefixshield.serving.wiring import PREFIX_ID_KEY, config_path
@@ -113,6 +115,8 @@ class _Shielding(Scheduler):
             hooks.installed_vllm()[1],
             path,
         )
+        self._recorder: Recorder | None = None
+        self._record(config.record)
         self._live.watch()
         if shares is not None:
             _log.info("PrefixShield: the share of each group is %d blocks", shares.share_blocks)
@@ -126,6 +130,8 @@ class _Shielding(Scheduler):
             request.block_hashes = []
             request.update_block_hashes()
         tag(request, Tag(identity, _named_prefix(request)))
+        if self._recorder is not None:
+            self._recorder.arrived(request, self.driver.clock())
         super().add_request(request)
         refusal = self._admission.refusal(request) if self._admission is not None else None
         if refusal is not None:
@@ -150,11 +156,29 @@ class _Shielding(Scheduler):
         """Go on under the version of the configuration that is in force."""
         if self._tenants is self._live.current:
             return
-        self._tenants = self._live.current
+        before, self._tenants = self._tenants, self._live.current
         config, namespaces = self._tenants.config, self._tenants.namespaces
         self._labels.admit(config.groups)
         self.driver.shadow = config.mode == "shadow"
         self.driver.reconfigure(config.contract_table(), list(config.groups), namespaces.default)
+        if config.record != before.config.record:
+            self._record(config.record)
+
+    def _record(self, settings: RecordSection | None) -> None:
+        """End the recording, and begin another if there is to be one."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+        if settings is not None:
+            engine = self.vllm_config.parallel_config.data_parallel_index
+            self._recorder = Recorder(
+                settings, engine, self.hash_block_size, self.driver.clock(), self.driver.counts
+            )
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder is not None:
+            self._recorder.ended(request, tag_of(self.driver, request))
+        return super()._free_request(request, *args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         ready = super()._handle_blocked_waiting_request(request)

@@ -16,12 +16,12 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
     The same requests give the same bytes.
     """
-    text = "".join(json.dumps(_as_dict(request)) + "\n" for request in requests)
-    data = text.encode("utf-8")
+    data = b"".join(map(trace_line, requests))
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
-def _as_dict(request: TraceRequest) -> dict[str, Any]:
+def trace_line(request: TraceRequest) -> bytes:
+    """One line of a trace, its end included."""
     data: dict[str, Any] = {
         "timestamp": request.timestamp_ms,
         "input_length": request.input_length,
@@ -33,4 +33,4 @@ def _as_dict(request: TraceRequest) -> dict[str, Any]:
             data[key] = value
     if not request.measured:
         data["measured"] = False
-    return data
+    return json.dumps(data).encode("utf-8") + b"\n"
