@@ -11,6 +11,8 @@ import httpx
 import pytest
 from vllm_server import BLOCK_SIZE
 
+from prefixshield.traces import read_trace
+
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
@@ -120,6 +122,26 @@ def test_reloads_reach_both_processes(server, path):
     assert metric(server, "prefixshield_reloads_total", outcome="accepted") == 2
     assert metric(server, "prefixshield_reloads_total", outcome="refused") == 1
     assert said(server, "sk-") == 0
+
+
+def test_requests_are_recorded_until_the_server_is_told_to_stop(server, path):
+    """The recording itself: test_recording.py."""
+    recording = path.with_name("requests.jsonl")
+    replace(path, f"{CONFIG}record: {{path: {recording}}}\n")
+    wait_until(lambda: said(server, "was read again: record changed") == 2)
+    assert [status(server, key) for key in ("sk-shop", "sk-bulk", "sk-shop")] == [200] * 3
+    replace(path, CONFIG)
+    wait_until(lambda: said(server, "was read again: record changed") == 4)
+    assert status(server, "sk-shop") == 200
+    requests = read_trace(recording, BLOCK_SIZE)
+    assert [(r.group, r.contract, r.input_length, r.output_length) for r in requests] == [
+        ("shop", "big", BLOCK_SIZE, 1),
+        ("bulk", "small", BLOCK_SIZE, 1),
+        ("shop", "big", BLOCK_SIZE, 1),
+    ]
+    first, other, again = (request.hash_ids for request in requests)
+    assert first == again != other, "groups are told apart, as their namespaces are"
+    assert metric(server, "prefixshield_recorded_requests_total", outcome="written") == 3
 
 
 def test_a_gateway_names_the_group(server):
