@@ -210,6 +210,7 @@ def test_of_two_groups_alike_the_one_that_owes_more_pays_first(count):
         policy.release([block, block + 6])
     victims = policy.evict(count, Access("c", "base", 99, 0.0))
     assert victims == list(range(6, 6 + count))
+    assert policy.causes == (("debt", count), ("order", 0))
 
 
 def test_only_another_requests_hit_is_evidence():

@@ -287,6 +287,7 @@ def test_of_two_groups_alike_the_one_that_owes_more_pays_first(share, promoted, 
         victims = policy.evict(count, Access("c", "base", 99, 0.0))
         pays = min(count, more // 2 + more % 2)
         assert all((block >= 6) == (first == "b") for block in victims[:pays])
+        assert policy.causes == (("orphan", 0), ("debt", pays), ("order", count - pays))
         policy.check()
 
 

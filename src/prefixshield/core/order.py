@@ -54,6 +54,8 @@ class Order(Generic[B]):
         self.capacity_blocks = capacity_blocks
         self.proven = 0
         """Proven blocks, held ones included."""
+        self.called_in = 0
+        """How many of the latest victims, the first ones, debts were called in for."""
         self._ledger = ledger
         self._victims_per_block = victims_per_block
         self._queues = CandidateQueues[B]()
@@ -177,12 +179,15 @@ class Order(Generic[B]):
 
     def take(self, count: int, t: float) -> list[tuple[B, RetentionClass]]:
         """The next ``count`` victims and their classes; they are cached no more."""
+        self.called_in = 0
         if not count:
             return []
         self._was_full = True
         victims: list[tuple[B, RetentionClass]] = []
         if self._debtors.largest(t) is not None:
             self._call_in(count, t, victims)
+            if self.rule.calls_in_debts:
+                self.called_in = len(victims)
         self._lose(None, count - len(victims), victims)
         return victims
 

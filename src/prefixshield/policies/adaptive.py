@@ -18,7 +18,7 @@ from prefixshield.core.ledger import EPSILON, Account, Contract, Debt, Ledger
 from prefixshield.core.order import Order
 from prefixshield.core.retention import RetentionClass
 from prefixshield.core.trial import Trial
-from prefixshield.policies.base import Access, Policy, PolicySetup
+from prefixshield.policies.base import DEBT, ORDER, ORPHAN, Access, Policy, PolicySetup
 
 #: Where proven blocks have less than this much of what they have in the miniature that the pool
 #: follows, what is admitted counts as proven: the pool has to become like it to fare like it.
@@ -122,8 +122,12 @@ class AdaptiveShield(Policy):
             block, _ = self._orphans.popitem(last=False)
             taken[block] = self.order.retention(block) or RetentionClass.PROBATIONARY
             self.order.drop(block)
-        self.orphans_evicted += len(taken)
-        taken.update(self.order.take(count - len(taken), t))
+        orphans = len(taken)
+        self.orphans_evicted += orphans
+        taken.update(self.order.take(count - orphans, t))
+        called_in = self.order.called_in
+        rest = count - orphans - called_in
+        self.causes = ((ORPHAN, orphans), (DEBT, called_in), (ORDER, rest))
         for block, retention in taken.items():
             if retention is RetentionClass.PROBATIONARY:
                 self._become_ghost(block)

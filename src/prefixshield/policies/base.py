@@ -47,6 +47,11 @@ class PolicySetup:
         return self.capacity_blocks - self.reserved_blocks
 
 
+#: Why a block is evicted: no lookup reached it, its owner's debt was called in, or it was next in
+#: the policy's order.
+ORPHAN, DEBT, ORDER = CAUSES = ("orphan", "debt", "order")
+
+
 class Policy(ABC):
     """An eviction policy over one pool.
 
@@ -68,6 +73,9 @@ class Policy(ABC):
         self.capacity_blocks = setup.capacity_blocks
         self.orphans_evicted = 0
         """Victims that no lookup could reach, since start; 0: the policy does not look for them."""
+        self.causes: Sequence[tuple[str, int]] = ()
+        """Why the latest victims were taken: (cause, how many), in their order; see ``CAUSES``.
+        Empty: all by the policy's order."""
         self.promotions_denied = 0
         """Hits that would have promoted a block, had the group not been in debt; since start."""
 

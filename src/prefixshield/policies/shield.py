@@ -17,7 +17,7 @@ from prefixshield.core.history import AdmissionHistory
 from prefixshield.core.ledger import EPSILON, Account, Contract, Debt, Ledger
 from prefixshield.core.queues import CandidateQueues, Queue
 from prefixshield.core.retention import RetentionClass
-from prefixshield.policies.base import Access, Policy, PolicySetup
+from prefixshield.policies.base import DEBT, ORDER, Access, Policy, PolicySetup
 
 #: The history remembers this many prefixes per block of the pool, over all groups.
 HISTORY_PREFIXES_PER_BLOCK = 4
@@ -113,6 +113,7 @@ class Shield(Policy):
             victims += taken
             debts.paid(len(taken))
         debts.close()
+        self.causes = ((DEBT, len(victims)), (ORDER, count - len(victims)))
         victims += self._queues.pop_lowest(count - len(victims))
         self._taken = {block: self._queue_of(block).retention for block in victims}
         self._lose(victims)

@@ -52,6 +52,14 @@ COUNTERS: Mapping[str, Metric] = {
         "blocks",
         "Cached blocks evicted, by the group that owned them and the group that needed space.",
     ),
+    "lost": Metric(
+        "prefixshield_lost_blocks_total",
+        ("group", "cause"),
+        "blocks",
+        "Cached blocks that the group lost to eviction, by why they were taken: "
+        "its debt was called in (debt), no lookup could reach them (orphan), or they were next in "
+        "order (order).",
+    ),
     "orphans": Metric(
         "prefixshield_evicted_orphans_total",
         (),

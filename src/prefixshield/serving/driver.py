@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from prefixshield.core.ledger import Contract, Debt
 from prefixshield.core.shares import Shares
-from prefixshield.policies.base import Access, Policy
+from prefixshield.policies.base import ORDER, Access, Policy
 from prefixshield.serving.catalogue import NO_CLASS
 from prefixshield.serving.namespace import Identity
 
@@ -184,16 +184,21 @@ class PolicyDriver:
         """The policy's answer makes no sense."""
         self._fail(f"chose {victims!r} when asked for {count} victims")
 
-    def evicted(self, blocks: Sequence[int]) -> None:
-        """Cached blocks are handed out, whoever chose them; counts who lost and who caused it."""
+    def evicted(self, blocks: Sequence[int], causes: Sequence[tuple[str, int]] = ()) -> None:
+        """Cached blocks are handed out, whoever chose them; counts who lost, to whom and why."""
         if not blocks:
             return
         self.candidate_count -= len(blocks)
         causer = self._label(self._allocating_group())
-        for owner, lost in Counter(map(self.owner.__getitem__, blocks)).items():
-            owner = owner or self.default.group
-            self.counts["evicted", self._label(owner), causer] += lost
-            self.resident[owner] -= lost
+        first = 0
+        for cause, count in causes or ((ORDER, len(blocks)),):
+            owners = map(self.owner.__getitem__, blocks[first : first + count])
+            first += count
+            for owner, lost in Counter(owners).items():
+                owner = owner or self.default.group
+                self.counts["evicted", self._label(owner), causer] += lost
+                self.counts["lost", owner, cause] += lost
+                self.resident[owner] -= lost
         if self.shadow:
             self._guarded(self.policy.evicted, blocks)
         self.counts["fallbacks",] += self.failed

@@ -75,7 +75,7 @@ class ShieldQueue(FreeKVCacheBlockQueue):
                     break
                 take(block)
                 blocks.append(block)
-            driver.evicted(victims[: len(blocks) - from_free])
+            driver.evicted(victims[: len(blocks) - from_free], driver.policy.causes)
         return blocks
 
     def _gather(self) -> None:

@@ -86,8 +86,10 @@ class Reporter:
             if count != before:
                 counted[key] = count
                 name, *values = key
-                if GROUP_LABELS.intersection(COUNTERS[name].labels):
-                    values = [self._label(group) for group in values]
+                values = [
+                    self._label(value) if label in GROUP_LABELS else value
+                    for label, value in zip(COUNTERS[name].labels, values, strict=True)
+                ]
                 new[name, *values] += count - before
         return new
 
