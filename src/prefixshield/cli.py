@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from prefixshield import __version__
-from prefixshield.config import Config, load_config, paper_config
+from prefixshield.config import Config, dump_config, load_config, paper_config, parse_config
 from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation import compare as comparing
 from prefixshield.policies import POLICIES, PRESETS
@@ -180,6 +181,97 @@ def compare(
                 f"{MAX_GROUPS_SHOWN}; --csv and --json have them all",
                 err=True,
             )
+
+
+@app.command()
+def calibrate(
+    source: Annotated[str, typer.Argument(help="A trace, or a server's URL: http://HOST:PORT.")],
+    blocks: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_BLOCKS, help="Pool size in blocks. A server tells its own."),
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Of a trace: tokens per block.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Present contracts. Without it, of a trace: the paper's three."),
+    ] = None,
+    horizon: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for which a block is to live. Without it: until 95% of a trace's reuses "
+            "have come, or as long as blocks live on the server now."
+        ),
+    ] = None,
+    burst_horizon: Annotated[
+        float, typer.Option(help="Seconds of its refill that a group may create at once.")
+    ] = 10.0,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between the two readings of a server.")
+    ] = 60.0,
+    picture: Annotated[Path | None, typer.Option(help="Draw the table into this PNG.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the configuration with these contracts to this file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Propose contracts for a trace's or a server's traffic, and show what they would do.
+
+    The key for a server's metrics, if it has one, is taken from PREFIXSHIELD_OPERATOR_KEY.
+    """
+    from prefixshield.evaluation import entitlements
+
+    given = {"--horizon": horizon, "--burst-horizon": burst_horizon, "--interval": interval}
+    for name, seconds in given.items():
+        if seconds is not None and not 0 < seconds < float("inf"):
+            raise PrefixShieldError(f"{name}: found {seconds}, expected more than 0 seconds")
+    if source.startswith(("http://", "https://")):
+        from prefixshield.top import fetch
+
+        if config is None:
+            raise PrefixShieldError("--config: missing, expected the server's configuration")
+        before = fetch(source)
+        typer.echo(f"reading {source} again in {interval:g} s ...", err=True)
+        time.sleep(interval)
+        readings = before, fetch(source)
+        with _named(source):
+            found = entitlements.from_metrics(
+                *readings, load_config(config), blocks, horizon, burst_horizon
+            )
+    else:
+        for name, number in {"--blocks": blocks, "--block-size": block_size}.items():
+            if number is None:
+                raise PrefixShieldError(f"{name}: missing, expected a number: a trace tells none")
+        assert blocks is not None
+        assert block_size is not None
+        settings = paper_config() if config is None else load_config(config)
+        requests = read_trace(source, block_size)
+        with _named(source):
+            found = entitlements.from_trace(
+                requests, settings, blocks, block_size, horizon, burst_horizon
+            )
+    text = dump_config(found.proposed)
+    parse_config(text.encode(), output or source)  # a trace may name groups as no file can
+    with _file_in_place(output, mode=0o600) as file:  # with the keys of the present one
+        if file is not None:
+            file.write(text)
+    if picture is not None:
+        with _written(picture):
+            entitlements.draw(found, picture)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+        return
+    console = Console(markup=False, highlight=False)
+    _print_whole(console, entitlements.contracts_table(found))
+    _print_whole(console, entitlements.effects_table(found))
+    if found.skipped:
+        typer.echo(
+            f"{source}: {found.skipped} requests are larger than the pool of {blocks} blocks and "
+            "were skipped",
+            err=True,
+        )
 
 
 @app.command()
@@ -467,7 +559,7 @@ def _event_log(path: Path | None) -> Iterator[Callable[[Event], None] | None]:
 
 
 @contextmanager
-def _file_in_place(path: Path | None) -> Iterator[TextIO | None]:
+def _file_in_place(path: Path | None, mode: int = 0o644) -> Iterator[TextIO | None]:
     """A file that is put in place only when everything went well; none for no path."""
     if path is None:
         yield None
@@ -482,11 +574,20 @@ def _file_in_place(path: Path | None) -> Iterator[TextIO | None]:
         try:
             with open(handle, "w", encoding="utf-8") as file:
                 yield file
-            os.chmod(name, 0o644)
+            os.chmod(name, mode)
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
             raise
+
+
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Name the source in an error."""
+    try:
+        yield
+    except PrefixShieldError as error:
+        raise type(error)(f"{source}: {error}") from None
 
 
 @contextmanager

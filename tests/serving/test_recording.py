@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from control_plane import BLOCK_SIZE, ControlPlane, engine_config, make_request
 
 from prefixshield.config import load_config
+from prefixshield.evaluation.entitlements import from_trace
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.recording import ID_BITS, recording_path
 from prefixshield.serving.reload import LiveConfig
@@ -135,6 +136,12 @@ def test_a_serial_recording_replays_to_the_engines_own_hits(recorded):
     assert {result.total.requests for result in results.values()} == {150}
     assert len({result.total.blocks_hit for result in results.values()}) > 1, "policies differ"
     assert engine.counts == (150, 0)
+    config = load_config(engine.config_path)
+    proposal = from_trace(requests, config, BLOCKS, BLOCK_SIZE, None, 10.0)
+    assert {way: effect.hit_ratio for way, effect in proposal.effects[None].items()}.items() >= {
+        ("lru", lru.total.hit_ratio),
+        ("present", results["shield", "default"].total.hit_ratio),
+    }
 
 
 def test_a_recording_of_concurrent_requests_replays_to_about_the_same(recorded):

@@ -74,7 +74,7 @@ class Recorder:
     def arrived(self, request: Request, now: float) -> None:
         """A request was handed to the scheduler."""
         if not self._ended:
-            self._arrivals.setdefault(request.request_id, now - self._start)
+            self._arrivals.setdefault(request.request_id, max(0.0, now - self._start))
 
     def ended(self, request: Request, tag: Tag) -> None:
         """A request has finished or was aborted; one that never ran, or that arrived before the

@@ -1,0 +1,499 @@
+"""``prefixshield calibrate``: contracts proposed from traffic, and what they would have done.
+
+The traffic is a trace, a recording for example, or two readings of a running server's metrics. The
+proposal (``propose``) divides what the pool can absorb. A trace is then replayed serially under
+LRU, under the present contracts and under the proposed ones; of metrics there is nothing to
+replay, so each group's rate of creation is held against its refill rates.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from prefixshield.config import Config, ContractSection, GroupSection
+from prefixshield.core.ledger import Contract, Ledger
+from prefixshield.errors import PrefixShieldError
+from prefixshield.policies.lru import Lru
+from prefixshield.policies.shield import Shield
+from prefixshield.serving.catalogue import GroupLabels
+from prefixshield.sim.replay import Replay, replay_policy
+from prefixshield.traces import TraceRequest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from prefixshield.top import Snapshot
+
+#: Without ``--horizon`` a block is to live until so many of all reuses have come.
+REUSE_QUANTILE = 0.95
+
+#: Prompts up to this quantile are ordinary.
+ORDINARY_QUANTILE = 0.99
+
+#: The most groups that a picture shows: those that create most.
+MAX_GROUPS_DRAWN = 30
+
+#: The ways, in the order in which they are shown, and what they look like in a picture.
+LRU, MEASURED, PRESENT, PROPOSED = "lru", "measured", "present", "proposed"
+_COLOURS = {LRU: "#999999", MEASURED: "#999999", PRESENT: "#E69F00", PROPOSED: "#0072B2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What became of a group, or of all, in one way; None: not known, or there is no such thing."""
+
+    hit_ratio: float | None
+    """0-1; of a trace in blocks, of metrics in tokens."""
+    created_per_s: float | None
+    """Blocks created per second."""
+    debt_ratio: float | None
+    """Share of the time in which the group owed, 0-1."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A proposal and its effect."""
+
+    horizon_s: float
+    burst_horizon_s: float
+    budget: float
+    """Blocks per second that the pool absorbs, of one engine."""
+    buckets: Mapping[str, int]
+    """How many groups were active under each contract."""
+    present: Config
+    proposed: Config
+    """The present configuration with the proposed contracts and all groups that were seen."""
+    contract_of: Mapping[str, str]
+    """The contract under which each group created most, in the order of the table."""
+    effects: Mapping[str | None, Mapping[str, Effect]]
+    """By group (None: all), then by way."""
+    skipped: int = 0
+    """Requests larger than the pool."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        contracts = {
+            name: {
+                "groups": self.buckets.get(name, 0),
+                PRESENT: terms.model_dump(),
+                PROPOSED: self.proposed.contracts[name].model_dump(),
+            }
+            for name, terms in self.present.contracts.items()
+        }
+
+        def ways(group: str | None) -> dict[str, Any]:
+            return {way: asdict(effect) for way, effect in self.effects[group].items()}
+
+        return {
+            "horizon_s": self.horizon_s,
+            "burst_horizon_s": self.burst_horizon_s,
+            "budget": self.budget,
+            "skipped": self.skipped,
+            "contracts": contracts,
+            "groups": {
+                group: {"contract": contract, **ways(group)}
+                for group, contract in self.contract_of.items()
+            },
+            "all": ways(None),
+        }
+
+
+def propose(
+    present: Mapping[str, ContractSection],
+    capacity_blocks: float,
+    buckets: Mapping[str, int],
+    horizon_s: float,
+    burst_horizon_s: float,
+    least_burst: Mapping[str, float],
+) -> dict[str, ContractSection]:
+    """Contracts under which all active groups together create what the pool can absorb.
+
+    With n_c groups active under contract c, and w_c its present refill rate as its weight::
+
+        budget = capacity_blocks / horizon_s
+        refill_rate_c = budget · w_c / Σ_c' n_c' · w_c'
+        burst_c = max(refill_rate_c · burst_horizon_s, least_burst_c)
+
+    So Σ_c n_c · refill_rate_c is the budget: at that rate a pool in order of age holds a block for
+    the horizon. Proportions between contracts stay. Rates are rounded to three digits, bursts up
+    to a block. ``least_burst``: blocks, of each contract; 0 where it has none.
+    """
+    budget = capacity_blocks / horizon_s
+    shares = sum(number * present[name].refill_rate for name, number in buckets.items())
+    proposed = {}
+    for name, terms in present.items():
+        rate = float(f"{budget * terms.refill_rate / shares:.3g}")
+        burst = math.ceil(max(rate * burst_horizon_s, least_burst.get(name, 0)))
+        proposed[name] = ContractSection(refill_rate=rate, burst=float(burst))
+    return proposed
+
+
+def from_trace(
+    requests: Sequence[TraceRequest],
+    config: Config,
+    capacity_blocks: int,
+    block_size: int,
+    horizon_s: float | None,
+    burst_horizon_s: float,
+) -> Calibration:
+    """Contracts for the traffic of a trace, and what a serial replay makes of them.
+
+    ``horizon_s`` None: the age within which `REUSE_QUANTILE` of all reuses of a block come.
+    ``least_burst`` is the largest ordinary prompt under the contract (`ORDINARY_QUANTILE`).
+
+    Raises:
+        PrefixShieldError: the trace has no duration, no block is used twice and no horizon is
+            given, or it names a contract that is not configured.
+
+    """
+    if not requests or requests[-1].timestamp_ms <= requests[0].timestamp_ms:
+        raise PrefixShieldError("timestamp: found no time between requests, expected some")
+    created: defaultdict[tuple[str, str], int] = defaultdict(int)
+    prompts: defaultdict[str, list[int]] = defaultdict(list)
+    for request in requests:
+        group, contract = _payer(config, request)
+        if contract not in config.contracts:
+            known = ", ".join(config.contracts)
+            raise PrefixShieldError(
+                f"line {request.line}: contract: found {contract!r}, expected one of: {known}"
+            )
+        created[group, contract] += len(request.hash_ids)
+        prompts[contract].append(len(request.hash_ids))
+    if horizon_s is None:
+        horizon_s = _reuse_horizon(requests, config)
+    buckets = Counter(contract for _, contract in created)
+    least_burst = {name: _quantile(sizes, ORDINARY_QUANTILE) for name, sizes in prompts.items()}
+    contracts = propose(
+        config.contracts, capacity_blocks, buckets, horizon_s, burst_horizon_s, least_burst
+    )
+    contract_of: dict[str, str] = {}
+    for group, contract in sorted(created, key=lambda key: -created[key]):
+        contract_of.setdefault(group, contract)
+    shown = dict.fromkeys(_payer(config, request)[0] for request in requests)
+    ways = {
+        LRU: config.model_copy(update={"policy": Lru.name}),
+        PRESENT: config.model_copy(update={"policy": Shield.name}),
+        PROPOSED: config.model_copy(update={"policy": Shield.name, "contracts": contracts}),
+    }
+    results = {
+        way: _replayed(of_way, capacity_blocks, requests, block_size)
+        for way, of_way in ways.items()
+    }
+    return Calibration(
+        horizon_s,
+        burst_horizon_s,
+        capacity_blocks / horizon_s,
+        buckets,
+        config,
+        _with(config, contracts, contract_of),
+        {group: contract_of[group] for group in shown},
+        {group: {way: results[way][0][group] for way in ways} for group in (*shown, None)},
+        skipped=results[LRU][1],
+    )
+
+
+def from_metrics(
+    before: Snapshot,
+    after: Snapshot,
+    config: Config,
+    capacity_blocks: int | None,
+    horizon_s: float | None,
+    burst_horizon_s: float,
+) -> Calibration:
+    """Contracts for what a running server created between two readings of its metrics.
+
+    Per engine, as contracts count: totals are divided by the number of engines. Every group counts
+    under its own contract. ``capacity_blocks`` None: that of the server. ``horizon_s`` None: what
+    blocks live for now, capacity over creation. ``least_burst`` is the present burst, since metrics
+    know no prompts. A group owes all the time if it creates more than its refill rate, else never.
+
+    Raises:
+        PrefixShieldError: the server restarted, created nothing, or has groups that the
+            configuration lacks.
+
+    """
+    growth = {name: after.by(name) for name in ("materialised", "hit_tokens", "query_tokens")}
+    for name, grown in growth.items():
+        grown.subtract(before.by(name))
+    if min((number for grown in growth.values() for number in grown.values()), default=0) < 0:
+        raise PrefixShieldError("found counters that fell: the server restarted meanwhile")
+    seconds = after.time - before.time
+    engines = max(1, round(after.total("info")))
+    created = {
+        label: blocks / engines / seconds
+        for label, blocks in growth["materialised"].items()
+        if blocks > 0
+    }
+    if not created:
+        raise PrefixShieldError(f"found no block created within {seconds:.0f} s, expected traffic")
+    if capacity_blocks is None:
+        capacity_blocks = round(after.total("capacity") / engines)
+    if horizon_s is None:
+        horizon_s = capacity_blocks / sum(created.values())
+    label_of = GroupLabels(config.groups)
+    active = [group for group in config.groups if label_of(group) in created]
+    if unknown := created.keys() - {label_of(group) for group in active}:
+        raise PrefixShieldError(
+            f"found the group {min(unknown)}, expected the groups of --config: "
+            f"{', '.join(config.groups)}"
+        )
+    buckets = Counter(config.default_contract(group) for group in active)
+    least_burst = {name: terms.burst for name, terms in config.contracts.items()}
+    contracts = propose(
+        config.contracts, capacity_blocks, buckets, horizon_s, burst_horizon_s, least_burst
+    )
+    members: defaultdict[str, list[str]] = defaultdict(list)
+    for group in active:
+        members[label_of(group)].append(config.default_contract(group))
+
+    def effect(label: str, terms: Mapping[str, ContractSection]) -> Effect:
+        entitled = sum(terms[contract].refill_rate for contract in members[label])
+        return Effect(None, None, float(created[label] > entitled))
+
+    def measured(hits: float, queries: float, rate: float) -> Effect:
+        return Effect(hits / queries if queries else None, rate, None)
+
+    hits, queries = growth["hit_tokens"], growth["query_tokens"]
+    effects: dict[str | None, dict[str, Effect]] = {
+        label: {
+            MEASURED: measured(hits[label], queries[label], created[label]),
+            PRESENT: effect(label, config.contracts),
+            PROPOSED: effect(label, contracts),
+        }
+        for label in members
+    }
+    effects[None] = {
+        MEASURED: measured(hits.total(), queries.total(), sum(created.values())),
+        PRESENT: Effect(None, None, None),
+        PROPOSED: Effect(None, None, None),
+    }
+    return Calibration(
+        horizon_s,
+        burst_horizon_s,
+        capacity_blocks / horizon_s,
+        buckets,
+        config,
+        _with(config, contracts, {}),
+        {label: ", ".join(dict.fromkeys(names)) for label, names in members.items()},
+        effects,
+    )
+
+
+def contracts_table(found: Calibration) -> Table:
+    """What is proposed."""
+    table = Table("contract")
+    for name in ("groups", "refill rate", "proposed", "burst", "proposed"):
+        table.add_column(name, justify="right")
+    for name, now in found.present.contracts.items():
+        then = found.proposed.contracts[name]
+        table.add_row(
+            name,
+            str(found.buckets.get(name, 0)),
+            *(f"{value:g}" for value in (now.refill_rate, then.refill_rate)),
+            *(f"{value:g}" for value in (now.burst, then.burst)),
+        )
+    table.caption = (
+        f"The pool absorbs {found.budget:.3g} blocks/s if a block is to live for "
+        f"{found.horizon_s:.3g} s. Refill rates in blocks/s, bursts in blocks."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def effects_table(found: Calibration) -> Table:
+    """What it would have done, one row per group."""
+    columns = list(_columns(found))
+    table = Table("group", "contract")
+    for head, way, _ in columns:
+        table.add_column(f"{head}\n{way}", justify="right")
+    for group, contract in found.contract_of.items():
+        table.add_row(group, contract, *_cells(found, group, columns))
+    table.add_section()
+    table.add_row("all", "", *_cells(found, None, columns))
+    replayed = LRU in found.effects[None]
+    table.caption = (
+        "Serial replay. Hit ratio in blocks; in debt: share of the time; created: blocks/s. "
+        "Generated text counts only where a later prompt contains it."
+        if replayed
+        else "Per engine. Hit ratio in tokens; created: blocks/s; in debt: if it went on like this."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def draw(found: Calibration, path: Path) -> None:
+    """The table as a picture, PNG. Raises OSError when it cannot be written."""
+    from prefixshield.evaluation.figures import _style
+
+    with _style():
+        _figure(found).savefig(path, format="png", dpi=120, metadata={"Software": None})
+
+
+def _figure(found: Calibration) -> Figure:
+    from matplotlib.figure import Figure
+
+    def rate(group: str) -> float:
+        return max(effect.created_per_s or 0 for effect in found.effects[group].values())
+
+    groups = sorted(found.contract_of, key=rate, reverse=True)[:MAX_GROUPS_DRAWN]
+    heads = list(dict.fromkeys(head for head, _, _ in _columns(found)))
+    figure = Figure(figsize=(4 * len(heads) + 1, 0.6 * len(groups) + 1.8), layout="constrained")
+    panels = list(figure.subplots(1, len(heads), sharey=True, squeeze=False).flat)
+    for axes, head in zip(panels, heads, strict=True):
+        _bars(axes, found, groups, head)
+    panels[0].set_yticks(range(len(groups)), groups)
+    panels[0].invert_yaxis()
+    named: dict[str, Any] = {}
+    for axes in panels:
+        named |= {str(bars.get_label()): bars for bars in axes.containers}
+    figure.legend(
+        named.values(), named.keys(), loc="outside upper center", ncols=len(named), frameon=False
+    )
+    return figure
+
+
+def _bars(axes: Axes, found: Calibration, groups: Sequence[str], head: str) -> None:
+    shown = [(way, field) for of_head, way, field in _columns(found) if of_head == head]
+    height = 0.8 / len(shown)
+    for number, (way, field) in enumerate(shown):
+        values = [getattr(found.effects[group][way], field) or 0 for group in groups]
+        places = [place + (number - (len(shown) - 1) / 2) * height for place in range(len(groups))]
+        axes.barh(places, values, height, color=_COLOURS[way], label=way)
+    if head != _HEADS["created_per_s"]:
+        axes.set_xlim(0, 1)
+    axes.set_title(_TITLES[head], fontsize=10)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", linewidth=0.3)
+
+
+_HEADS = {"hit_ratio": "hit ratio", "debt_ratio": "in debt", "created_per_s": "created/s"}
+
+_TITLES = {
+    "hit ratio": "hit ratio",
+    "in debt": "in debt (share of time)",
+    "created/s": "created (blocks per second)",
+}
+
+
+def _columns(found: Calibration) -> Iterator[tuple[str, str, str]]:
+    """(head, way, field) of what is known of any group."""
+    ways = found.effects[None]
+    for field, head in _HEADS.items():
+        for way in ways:
+            if any(getattr(of_way[way], field) is not None for of_way in found.effects.values()):
+                yield head, way, field
+
+
+def _cells(
+    found: Calibration, group: str | None, columns: Sequence[tuple[str, str, str]]
+) -> Iterator[str]:
+    for _, way, field in columns:
+        value = getattr(found.effects[group][way], field)
+        if value is None:
+            yield "-"
+        else:
+            form = {"hit_ratio": ".4f", "debt_ratio": ".1%", "created_per_s": ".2f"}[field]
+            yield format(value, form)
+
+
+def _payer(config: Config, request: TraceRequest) -> tuple[str, str]:
+    group = request.group or config.default_group
+    return group, request.contract or config.default_contract(group)
+
+
+def _reuse_horizon(requests: Iterable[TraceRequest], config: Config) -> float:
+    """Seconds, greater than 0."""
+    used: dict[tuple[str, int], float] = {}
+    ages = array("d")
+    for request in requests:
+        group, _ = _payer(config, request)
+        for block in request.hash_ids:
+            key = (group, block)
+            if (before := used.get(key)) is not None:
+                ages.append((request.timestamp_ms - before) / 1000)
+            used[key] = request.timestamp_ms
+    horizon_s = _quantile(ages, REUSE_QUANTILE) if ages else 0.0
+    if horizon_s <= 0:
+        raise PrefixShieldError(
+            "--horizon: missing, expected seconds: the trace does not tell how long blocks are "
+            "to live, since they are hardly ever used again"
+        )
+    return horizon_s
+
+
+def _quantile(values: Iterable[float], quantile: float) -> float:
+    """The smallest value that is not exceeded by this share of them (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)]
+
+
+def _replayed(
+    config: Config, capacity_blocks: int, requests: Sequence[TraceRequest], block_size: int
+) -> tuple[dict[str | None, Effect], int]:
+    """Effects by group (None: all), and how many requests were skipped."""
+    run = Replay(config, replay_policy(config, capacity_blocks, requests, block_size), block_size)
+    debts = None if config.policy == Lru.name else _DebtTimes(config.contract_table())
+    total = run.result.total
+    for request in requests:
+        created = total.blocks_queried - total.blocks_hit
+        run.run([request])
+        created = total.blocks_queried - total.blocks_hit - created
+        if debts is not None and created:
+            group, contract = _payer(config, request)
+            debts.charge(group, contract, created, request.timestamp_ms / 1000)
+    end = requests[-1].timestamp_ms / 1000
+    seconds = end - requests[0].timestamp_ms / 1000
+    effects: dict[str | None, Effect] = {}
+    for key, tally in (*run.result.groups.items(), (None, total)):
+        owed = None
+        if debts is not None and key is not None:
+            owed = debts.until(key, end) / seconds
+        rate = (tally.blocks_queried - tally.blocks_hit) / seconds
+        effects[key] = Effect(tally.hit_ratio, rate, owed)
+    return effects, total.rejected
+
+
+class _DebtTimes:
+    """For how long each group has owed, by the policy's own ledger. Times in seconds."""
+
+    def __init__(self, contracts: Mapping[str, Contract]) -> None:
+        self._ledger = Ledger(contracts)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._since: dict[str, float] = {}
+        self._clears_at: dict[str, float] = {}
+        """When the last of the group's debts will have cleared."""
+
+    def charge(self, group: str, contract: str, blocks: int, t: float) -> None:
+        """The group creates blocks."""
+        self.until(group, t)
+        account = self._ledger.account(group, contract)
+        self._ledger.charge(account, blocks, t)
+        self._since[group] = t
+        self._clears_at[group] = max(self._clears_at.get(group, t), account.clears_at)
+
+    def until(self, group: str, t: float) -> float:
+        """Seconds in debt up to now."""
+        if group in self._since:
+            since = self._since[group]
+            self._seconds[group] += max(0.0, min(t, self._clears_at[group]) - since)
+            self._since[group] = t
+        return self._seconds[group]
+
+
+def _with(
+    config: Config, contracts: Mapping[str, ContractSection], groups: Mapping[str, str]
+) -> Config:
+    """The configuration with other contracts, and with the groups that it did not name."""
+    named = dict(config.groups)
+    for group, contract in groups.items():
+        named.setdefault(group, GroupSection(contract=contract))
+    return config.model_copy(update={"contracts": dict(contracts), "groups": named})
