@@ -36,8 +36,9 @@ from prefixshield.traces import read_trace
 
 # isort: split
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -290,6 +291,7 @@ def _decoding(name: str, folder: Path, running: int) -> ControlPlane:
     model = folder / "model"
     if not model.exists():
         write_tiny_model(model)
+    init_none_hash(sha256)
     blocks = running * 12 + 64
     additional = ""
     if name != NATIVE:
@@ -311,6 +313,7 @@ def _decoding(name: str, folder: Path, running: int) -> ControlPlane:
                 prompt_token_ids=prompt,
                 sampling_params=SamplingParams(max_tokens=8 * _BLOCK_SIZE, ignore_eos=True),
                 pooling_params=None,
+                block_hasher=get_request_block_hasher(_BLOCK_SIZE, sha256),
             )
         )
     for _ in range(2 + 3 * _BLOCK_SIZE * running // 2048):
