@@ -159,6 +159,7 @@ def _compared(capacity: int, seed: int) -> list[int]:
     victims: list[list[int]] = [[], []]
     promotions: list[list[int]] = [[], []]
     longest = max(2, min(40, capacity // 8))
+    returning: tuple[str, list[bytes]] | None = None
     now, asked, unique = 0.0, 0, 0
     while len(victims[0]) < 8 * capacity:
         asked += 1
@@ -172,6 +173,8 @@ def _compared(capacity: int, seed: int) -> list[int]:
         if group == "g01" or rng.random() < 0.7:  # a tail that nobody has again
             unique += 1
             hashes += [b"unique%09d%016d" % (unique, place) for place in range(shared, length)]
+        if returning:
+            (group, hashes), returning = returning, None
         if not hashes:
             continue
         again = 0 if rng.random() < 0.9 else rng.randint(1, 9)  # as after a preemption
@@ -193,10 +196,16 @@ def _compared(capacity: int, seed: int) -> list[int]:
                 pool.cache(blocks, group, hashes[len(hits) :], access, before)
             both.append([*hits, *blocks])
         running.append(both)
-        if rng.random() < 0.02:  # content that is lost, held or not
-            lost = rng.choice(both[0])
-            for pool in pools:
-                pool.invalidate(lost)
+        # Content is lost, held or not, and a part of what it led to returns.
+        if rng.random() < 0.05:
+            if rng.random() < 0.5:
+                while running:
+                    for pool, blocks in zip(pools, running.popleft(), strict=True):
+                        pool.release(blocks[::-1])
+            lost = rng.randrange(len(hashes))
+            for pool, blocks in zip(pools, both, strict=True):
+                pool.invalidate(blocks[lost])
+            returning = group, hashes[: rng.randint(lost + 1, len(hashes))]
         if victims[0] != victims[1] and len(victims[0]) > 3 * capacity:
             break
     ours, theirs = (pool.policy for pool in pools)
