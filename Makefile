@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve bench reproduce reproduce-real harmless bench-core compat soak test lint clean
+.PHONY: help setup demo serve session bench reproduce reproduce-real harmless bench-core compat soak test lint clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 24
@@ -18,6 +18,9 @@ demo: setup ## an attacker against a victim, on vLLM without and with PrefixShie
 
 serve: setup ## the demo's server with PrefixShield, until Ctrl-C (PORT=8000)
 	@$(VENV)/python -m demo.serve $(if $(PORT),--port $(PORT))
+
+session: setup ## an operator's session on the demo's server, into results/session/ (3 minutes)
+	@$(VENV)/python -m demo.session
 
 TRACE = traces/agents_bs16.jsonl.gz
 BLOCK_SIZE = 16

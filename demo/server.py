@@ -61,10 +61,15 @@ def make_server(
     return ChildServer(command, log=log, port=port)
 
 
-def build_command(policy: Policy, keys: Sequence[str], events_endpoint: str | None) -> list[str]:
+def build_command(
+    policy: Policy,
+    keys: Sequence[str],
+    events_endpoint: str | None = None,
+    tenants: Path = TENANTS_FILE,
+) -> list[str]:
     """The command of one server; both policies get the same vLLM options."""
     if policy == "shield":
-        command = prefixshield_serve(MODEL_FOLDER, TENANTS_FILE)
+        command = prefixshield_serve(MODEL_FOLDER, tenants)
     elif vllm_distribution() == "vllm":
         command = [str(Path(sys.executable).with_name("vllm")), "serve", str(MODEL_FOLDER)]
     else:  # the CPU build's own script looks for a distribution called vllm, and fails

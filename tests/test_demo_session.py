@@ -1,0 +1,83 @@
+"""The session's own judgement: what it takes for seen, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("websockets")
+
+from demo import phases
+from demo.phases import Phase, Sending, SessionError, Traffic, slope
+from demo.session import _accepted_at
+from demo.traffic import HOT_PREFIXES, PREFIX_TOKENS, Outcome
+from prefixshield.top import Snapshot
+
+
+def test_only_the_victims_prefixes_ever_come_back() -> None:
+    traffic = Traffic(7)
+    first, second = traffic.rounds(2, attack=True), traffic.rounds(1, attack=True)
+    assert len(first) == 2 * len(second) == 4 * HOT_PREFIXES
+    for tenant, prefixes in (("victim", HOT_PREFIXES), ("attacker", 3 * HOT_PREFIXES)):
+        prompts = [one.prompt for one in (*first, *second) if one.tenant == tenant]
+        assert len(set(prompts)) == len(prompts) == 3 * HOT_PREFIXES
+        assert len({prompt[:PREFIX_TOKENS] for prompt in prompts}) == prefixes
+    assert {one.tenant for one in traffic.rounds(1, attack=False)} == {"victim"}
+
+
+def reading(time: float, **values: float) -> Snapshot:
+    found = Snapshot(time)
+    found.values["query_tokens"] = Counter({("victim",): int(values.get("queries", 0))})
+    found.values["hit_tokens"] = Counter({("victim",): int(values.get("hits", 0))})
+    outcomes = {"accepted": values.get("accepted", 0), "refused": values.get("refused", 0)}
+    found.values["reloads"] = Counter({(name,): int(n) for name, n in outcomes.items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answered", "error", "message"),
+    [
+        ((100, 60), None, None),
+        ((100, 61), None, "/metrics counts .*60.*, the answers say .*61"),
+        ((100, 60), "APITimeoutError: late", "a request failed: victim: APITimeoutError: late"),
+    ],
+)
+def test_answers_and_metrics_must_agree(monkeypatch, answered, error, message) -> None:
+    readings = iter([reading(0, queries=5, hits=5)])
+    monkeypatch.setattr(
+        phases, "fetch", lambda url: next(readings, reading(9, queries=105, hits=65))
+    )
+    monkeypatch.setattr(phases, "COUNTERS_WAIT_S", 0)
+
+    async def send_all(plan, base_url, model, keys, on_outcome):
+        outcome = Outcome(plan[0], *answered, error=error)
+        on_outcome(outcome)
+        return [outcome]
+
+    monkeypatch.setattr(phases, "send_all", send_all)
+    sending = Sending(Traffic(7).rounds(1, attack=False), "http://x", {}, lambda *_: None)
+    if message is None:
+        assert sending.finish().hit_ratio("victim") == 0.6
+    else:
+        with pytest.raises(SessionError, match=message):
+            sending.finish()
+
+
+def test_a_version_counts_only_when_it_is_accepted() -> None:
+    def phase(*readings: Snapshot) -> Phase:
+        return Phase([], readings)
+
+    old, new = reading(0, accepted=3, refused=1), reading(2, accepted=4, refused=1)
+    assert _accepted_at(phase(old, reading(1, accepted=3, refused=1), new, new)) == 2
+    with pytest.raises(SessionError, match="0 accepted and 0 refused"):
+        _accepted_at(phase(old, old))
+    with pytest.raises(SessionError, match="0 accepted and 1 refused"):
+        _accepted_at(phase(old, reading(1, accepted=3, refused=2)))
+
+
+def test_a_slope_needs_three_readings() -> None:
+    assert slope([(0, 100), (1, 92), (2, 84), (4, 68)]) == pytest.approx(-8)
+    with pytest.raises(SessionError, match="found 2 readings"):
+        slope([(0, 100), (1, 92)])
