@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -11,7 +12,8 @@ pytest.importorskip("websockets")
 
 from demo import phases
 from demo.phases import Phase, Sending, SessionError, Traffic, slope
-from demo.session import _accepted_at
+from demo.session import RESULTS_FOLDER, _accepted_at
+from demo.session_report import summary
 from demo.traffic import HOT_PREFIXES, PREFIX_TOKENS, Outcome
 from prefixshield.top import Snapshot
 
@@ -81,3 +83,9 @@ def test_a_slope_needs_three_readings() -> None:
     assert slope([(0, 100), (1, 92), (2, 84), (4, 68)]) == pytest.approx(-8)
     with pytest.raises(SessionError, match="found 2 readings"):
         slope([(0, 100), (1, 92)])
+
+
+def test_the_page_that_is_checked_in_says_what_its_figures_say() -> None:
+    found = json.loads((RESULTS_FOLDER / "summary.json").read_text(encoding="utf-8"))
+    assert (RESULTS_FOLDER / "summary.md").read_text(encoding="utf-8") == summary(found)
+    assert (RESULTS_FOLDER / "page.png").exists()
