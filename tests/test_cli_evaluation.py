@@ -105,13 +105,16 @@ def test_conversations_become_a_trace(monkeypatch, capsys, tmp_path):
     assert second.input_length > 2 * 40
 
 
-def test_a_missing_extra_is_one_message(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "extra"), [("scipy", "evaluation"), ("vllm.v1", "vllm"), ("libcachesim", "test")]
+)
+def test_a_missing_extra_is_one_message(monkeypatch, capsys, tmp_path, module, extra):
     def fail(*_):
-        raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
     monkeypatch.setattr("prefixshield.evaluation.report.write_report", fail)
     status, _, err = run(monkeypatch, capsys, "report", "--results", tmp_path)
     assert (status, err) == (
         1,
-        "scipy is not installed: pip install 'prefixshield[evaluation]'\n",
+        f"{module.partition('.')[0]} is not installed: pip install 'prefixshield[{extra}]'\n",
     )

@@ -41,8 +41,12 @@ app = typer.Typer(
 #: ends in a message and not in the machine's memory.
 MAX_BLOCKS = 2**24
 
-#: Modules that only the evaluation imports.
-_EVALUATION_NEEDS = ("httpx", "matplotlib", "numpy", "scipy", "tokenizers")
+#: Modules that not every command imports, and the extra that brings each.
+_EXTRAS = {
+    **dict.fromkeys(("httpx", "matplotlib", "numpy", "scipy", "tokenizers"), "evaluation"),
+    **dict.fromkeys(("torch", "vllm"), "vllm"),
+    "libcachesim": "test",
+}
 
 #: The most groups that ``compare`` shows in a table.
 MAX_GROUPS_SHOWN = 10
@@ -540,11 +544,11 @@ def main() -> None:
         typer.echo(str(error), err=True)
         sys.exit(1)
     except ModuleNotFoundError as error:
-        if error.name not in _EVALUATION_NEEDS:
+        name = str(error.name).partition(".")[0]
+        if name not in _EXTRAS:
             raise
-        typer.echo(
-            f"{error.name} is not installed: pip install 'prefixshield[evaluation]'", err=True
-        )
+        extra = _EXTRAS[name]
+        typer.echo(f"{name} is not installed: pip install 'prefixshield[{extra}]'", err=True)
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

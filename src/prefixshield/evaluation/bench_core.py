@@ -414,7 +414,10 @@ def run_bench_core(
             )
     folder = results / "bench-core"
     path = folder / "summary.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise PrefixShieldError(f"{path}: cannot be read: {error}") from None
     for name in names or known:
         section = known[name](progress)
         found[name] = {

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from prefixshield.core.chains import Chains
 from prefixshield.core.ghosts import Ghosts
-from prefixshield.core.ledger import EPSILON, Account, Contract, Debt, Ledger
+from prefixshield.core.ledger import EPSILON, Contract, Debt, Ledger
 from prefixshield.core.order import Order
 from prefixshield.core.retention import RetentionClass
 from prefixshield.core.trial import Trial
-from prefixshield.policies.base import DEBT, ORDER, ORPHAN, Access, Policy, PolicySetup
+from prefixshield.policies.base import DEBT, ORDER, ORPHAN, Access, Origin, Policy, PolicySetup
 
 #: Where proven blocks have less than this much of what they have in the miniature that the pool
 #: follows, what is admitted counts as proven: the pool has to become like it to fare like it.
 CATCH_UP_BELOW = 0.9
-
-
-class _Origin(NamedTuple):
-    """Who materialised a block; shared by all blocks of one batch."""
-
-    account: Account
-    request_id: Hashable
-    prefix_id: str | None
 
 
 class AdaptiveShield(Policy):
@@ -47,7 +38,7 @@ class AdaptiveShield(Policy):
         self._chains = Chains()
         self._orphans: OrderedDict[int, None] = OrderedDict()  # candidates, the first to go first
         # Of every cached block: who made it, its hash, and whether the trial sees its accesses.
-        self._origin: list[_Origin | None] = [None] * setup.capacity_blocks
+        self._origin: list[Origin | None] = [None] * setup.capacity_blocks
         self._hash: list[Hashable] = [None] * setup.capacity_blocks
         self._sampled = bytearray(setup.capacity_blocks)
         self._taken: dict[int, RetentionClass] = {}  # the latest victims
@@ -66,7 +57,7 @@ class AdaptiveShield(Policy):
         self.ledger.charge(account, len(blocks), t)
         self.order.charged(group, t)
         self.trial.charged(group, t)
-        origin = _Origin(account, request_id, access.prefix_id)
+        origin = Origin(account, request_id, access.prefix_id)
         makers = self.ghosts.recall(group, hashes)
         samples = self.trial.sampled(hashes)
         for block, block_hash, sampled in zip(blocks, hashes, samples, strict=True):
@@ -203,7 +194,7 @@ class AdaptiveShield(Policy):
         origin = self._made(block)
         self.ghosts.remember(origin.account.group, self._hash[block], origin.request_id)
 
-    def _made(self, block: int) -> _Origin:
+    def _made(self, block: int) -> Origin:
         origin = self._origin[block]
         assert origin is not None, f"block {block} was never materialised"
         return origin

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from prefixshield.core.ledger import Contract, Debt
+from prefixshield.core.ledger import Account, Contract, Debt
 from prefixshield.core.retention import RetentionClass
 
 
@@ -26,6 +26,15 @@ class Access(NamedTuple):
     """Seconds of the accounting clock."""
     prefix_id: str | None = None
     """The logical prefix that the request names; None: each block's own hash identifies it."""
+
+
+class Origin(NamedTuple):
+    """Who materialised a block; shared by all blocks of one batch."""
+
+    account: Account
+    """The owner."""
+    request_id: Hashable
+    prefix_id: str | None
 
 
 @dataclass(frozen=True, slots=True)

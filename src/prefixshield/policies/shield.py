@@ -10,26 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 from prefixshield.core.debtors import Collection, Debtors
 from prefixshield.core.history import AdmissionHistory
-from prefixshield.core.ledger import EPSILON, Account, Contract, Debt, Ledger
+from prefixshield.core.ledger import EPSILON, Contract, Debt, Ledger
 from prefixshield.core.queues import CandidateQueues, Queue
 from prefixshield.core.retention import RetentionClass
-from prefixshield.policies.base import DEBT, ORDER, Access, Policy, PolicySetup
+from prefixshield.policies.base import DEBT, ORDER, Access, Origin, Policy, PolicySetup
 
 #: The history remembers this many prefixes per block of the pool, over all groups.
 HISTORY_PREFIXES_PER_BLOCK = 4
-
-
-class _Origin(NamedTuple):
-    """Who materialised a block; shared by all blocks of one batch."""
-
-    account: Account
-    """The owner."""
-    request_id: Hashable
-    prefix_id: str | None
 
 
 class Shield(Policy):
@@ -45,7 +35,7 @@ class Shield(Policy):
         self._queues = CandidateQueues[int]()
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
         # Per block: who made it, and the queue of its owner and class; None: not cached.
-        self._origin: list[_Origin | None] = [None] * setup.capacity_blocks
+        self._origin: list[Origin | None] = [None] * setup.capacity_blocks
         self._queue: list[Queue[int] | None] = [None] * setup.capacity_blocks
         self._taken: dict[int, RetentionClass] = {}  # the latest victims
 
@@ -66,7 +56,7 @@ class Shield(Policy):
         else:
             prefixes = repeat(("named", access.prefix_id), len(blocks))
         known = self.history.admit(access.group, prefixes, access.request_id)
-        origin = _Origin(account, access.request_id, access.prefix_id)
+        origin = Origin(account, access.request_id, access.prefix_id)
         probationary, normal, _ = self._classes(access.group)
         if account.in_debt(t):
             normal = probationary
