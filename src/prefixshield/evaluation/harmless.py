@@ -57,7 +57,7 @@ UNSEEN_ATTACK = "attack-loop"
 SUBSET = ("drift", "scans", "loops", "alone", "hundred", "rag", "diurnal", "agents")
 SUBSET_ATTACKS = ("attack-one-touch", "attack-replay", "attack-three")
 SUBSET_SIZES = (10, 25)
-SUBSET_SCALES = (0.25, 1.0)
+ABLATION_SCALES = (0.25, 1.0)
 
 #: The tenants that generated conversations are shared out to, by 1/rank.
 _TENANTS = 8
@@ -286,12 +286,12 @@ def _alone(section: str, sources: Sequence[Source]) -> Iterator[Job]:
         yield from _against_baselines(section, one, ALONE_SCALES, paper=False)
 
 
-def _on_subset(section: str, variations: Sequence[str]) -> Iterator[Job]:
+def _on_subset(section: str, variations: Sequence[str], scales: Sequence[float]) -> Iterator[Job]:
     for name in SUBSET:
         source = Source("mixture", name)
         yield from _against_baselines(section, source, (), sizes=SUBSET_SIZES, paper=False)
         for size in SUBSET_SIZES:
-            for scale in SUBSET_SCALES:
+            for scale in scales:
                 for variation in variations:
                     yield Job(section, source, size, DEFAULT, scale, variation)
     for name in SUBSET_ATTACKS:
@@ -304,11 +304,11 @@ def _on_subset(section: str, variations: Sequence[str]) -> Iterator[Job]:
 
 def _sensitivity(section: str, sources: Sequence[Source]) -> Iterator[Job]:
     variations = [name for values in CONSTANTS.values() for name in values]
-    return _on_subset(section, [UNCHANGED, *variations])
+    return _on_subset(section, [UNCHANGED, *variations], (1.0,))
 
 
 def _ablations(section: str, sources: Sequence[Source]) -> Iterator[Job]:
-    return _on_subset(section, [UNCHANGED, *ABLATIONS])
+    return _on_subset(section, [UNCHANGED, *ABLATIONS], ABLATION_SCALES)
 
 
 #: Every section by its name: its replays, from the benign sources.
