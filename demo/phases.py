@@ -46,14 +46,20 @@ class Traffic:
         self._prefixes = [self._tokens("victim", PREFIX_TOKENS) for _ in range(HOT_PREFIXES)]
 
     def rounds(self, count: int, *, attack: bool) -> list[Request]:
-        """The victim visits all its prefixes ``count`` times; the attacker asks as often."""
+        """The victim visits all its prefixes ``count`` times; the attacker asks as often.
+
+        The attacker sends each prompt twice and then never again: to an order that asks for a
+        second use, and knows no tenants, its blocks are worth keeping.
+        """
         plan = []
+        flood: tuple[int, ...] = ()
         for number in range(count * HOT_PREFIXES):
             at_s = number * PERIOD_S
             prompt = self._prefixes[number % HOT_PREFIXES] + self._tokens("victim", QUESTION_TOKENS)
             plan.append(Request("victim", at_s, prompt, measured=True))
             if attack:
-                flood = self._tokens("attacker", POLLUTION_TOKENS)
+                if number % 2 == 0:
+                    flood = self._tokens("attacker", POLLUTION_TOKENS)
                 plan.append(Request("attacker", at_s + PERIOD_S / 2, flood, measured=True))
         return plan
 

@@ -1,6 +1,6 @@
 """``python -m demo.session``: an operator's session on the real server, from attack to contracts.
 
-Five steps. Each checks what it says it saw; the first thing that is not seen ends the session with
+Six steps. Each checks what it says it saw; the first thing that is not seen ends the session with
 one message and status 1. Written: ``results/session/``.
 """
 
@@ -42,7 +42,7 @@ from prefixshield.serving.child_server import ChildServer
 from prefixshield.serving.routes import PAGE_PATH
 from prefixshield.serving.tiny_model import write_tiny_model
 from prefixshield.serving.wiring import OPERATOR_KEY_VARIABLE
-from prefixshield.top import Snapshot
+from prefixshield.top import Snapshot, fetch
 from prefixshield.traces import read_trace
 
 ROOT = FOLDER.parent
@@ -52,7 +52,7 @@ SEED = 7
 
 #: Rounds of the victim's four prefixes, 1.6 s each.
 WARMUP_ROUNDS, ALONE_ROUNDS, ATTACK_ROUNDS = 2, 6, 14
-DEBT_ROUNDS, FORGIVING_ROUNDS, RELOAD_ROUNDS = 6, 12, 3
+DEBT_ROUNDS, FORGIVING_ROUNDS, RELOAD_ROUNDS = 6, 9, 3
 
 #: The victim's hit ratio holds when it falls by no more than this, in points of a hundred.
 HOLDS_WITHIN_PP = 5.0
@@ -60,6 +60,9 @@ HOLDS_WITHIN_PP = 5.0
 OWES_AT_LEAST = 0.5
 #: Blocks/s, in place of the 8 of the demo's file: clears the debt within seconds.
 FORGIVING_RATE = 200.0
+#: Seconds for which a block is to live, in the second proposal.
+LONGER_HORIZON_S = 10.0
+MOST_PAYING_PHASES = 20
 #: A debt falls as its contract says when its slope is this close; gauges are up to a second old.
 SLOPE_WITHIN = 0.2
 
@@ -146,8 +149,11 @@ class Session:
         reload = self._reload_contract()
         _say("4. The recording ends, and is replayed under four policies")
         replay = self._replay_recording()
-        _say("5. Contracts are proposed from the recording, and put in force")
-        calibrate, alone_again, attack_again = self._calibrate()
+        _say("5. Contracts are proposed from the recording and put in force; the same attack")
+        calibrate = [self._calibrate("proposed")]
+        _say(f"6. The same with a longer horizon, {LONGER_HORIZON_S:g} s")
+        calibrate.append(self._calibrate("longer", "--horizon", f"{LONGER_HORIZON_S:g}"))
+        self._expect_no_more_recorded(replay["requests"])
         return {
             "rules": {
                 "victim_holds_within_pp": HOLDS_WITHIN_PP,
@@ -158,11 +164,8 @@ class Session:
             "attack": {**_numbers(attack), **seen},
             "reload": reload,
             "replay": replay,
-            "calibrate": {
-                **calibrate,
-                "alone": _numbers(alone_again),
-                "attack": _numbers(attack_again),
-            },
+            "longer_horizon_s": LONGER_HORIZON_S,
+            "calibrate": calibrate,
         }
 
     def _attacked(self, alone: Phase, browser: Browser | None) -> tuple[Phase, dict[str, Any]]:
@@ -234,6 +237,7 @@ class Session:
         }
 
     def _replay_recording(self) -> dict[str, Any]:
+        (RUN_FOLDER / "demo.yaml").write_text(dump_config(self._demo), encoding="utf-8")
         self._put(dump_config(self._demo))
         phase = self._send(RELOAD_ROUNDS)
         _accepted_at(phase)
@@ -293,28 +297,43 @@ class Session:
         )
         return {"requests": requests, "rows": rows}
 
-    def _calibrate(self) -> tuple[dict[str, Any], Phase, Phase]:
-        proposed_file = RUN_FOLDER / "proposed.yaml"
+    def _calibrate(self, name: str, *horizon: str) -> dict[str, Any]:
+        """A proposal, put in force, and the attack of before under it, by one who owes nothing."""
+        proposed_file = RUN_FOLDER / f"{name}.yaml"
         options = ["--blocks", str(POOL_BLOCKS), "--block-size", str(BLOCK_SIZE_TOKENS)]
-        options += ["--config", _relative(self._file), "--output", _relative(proposed_file)]
+        options += ["--config", _relative(RUN_FOLDER / "demo.yaml")]
+        options += ["--output", _relative(proposed_file), *horizon]
         text = self._command("calibrate", _relative(self._recording), *options)
         proposed = load_config(proposed_file)
         _expect(
             proposed == self._demo.model_copy(update={"contracts": proposed.contracts}),
             f"{_relative(proposed_file)}: found other changes than of contracts",
         )
-        _expect(proposed.contracts != self._demo.contracts, "calibrate proposes no change")
+        before = load_config(self._file).contracts
+        _expect(proposed.contracts != before, "calibrate proposes what is in force")
+        self._until_paid()
         self._put(proposed_file.read_text(encoding="utf-8"))
         _accepted_at(self._send(RELOAD_ROUNDS))
-        alone = self._send(ALONE_ROUNDS)
         attack = self._send(ATTACK_ROUNDS, attack=True)
-        written = attack.readings[-1].values["recorded"]["written",]
         _expect(
-            written == alone.readings[0].values["recorded"]["written",],
-            "requests were recorded though the recording had ended",
+            attack.readings[0].by("debt")["attacker"] == 0,
+            "the attacker owed something before the attack",
         )
-        contracts = {"present": _terms(self._demo), "proposed": _terms(proposed)}
-        return {"output": text, "contracts": contracts}, alone, attack
+        return {"output": text, "contracts": _terms(proposed), "attack": _numbers(attack)}
+
+    def _expect_no_more_recorded(self, requests: int) -> None:
+        written = fetch(self._server.base_url).values["recorded"]["written",]
+        _expect(
+            written == requests == len(read_trace(self._recording, BLOCK_SIZE_TOKENS)),
+            f"{written} requests were recorded, expected none after the first {requests}",
+        )
+
+    def _until_paid(self) -> None:
+        """The victim goes on alone until the attacker owes nothing."""
+        for _ in range(MOST_PAYING_PHASES):
+            if self._send(RELOAD_ROUNDS).readings[-1].by("debt")["attacker"] == 0:
+                return
+        raise SessionError("the attacker's debt does not come to an end")
 
     def _look_at_page(self) -> None:
         """The operator's key opens the page, a tenant's does not."""

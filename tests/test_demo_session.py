@@ -14,18 +14,21 @@ from demo import phases
 from demo.phases import Phase, Sending, SessionError, Traffic, slope
 from demo.session import RESULTS_FOLDER, _accepted_at
 from demo.session_report import summary
-from demo.traffic import HOT_PREFIXES, PREFIX_TOKENS, Outcome
+from demo.traffic import HOT_PREFIXES, PREFIX_TOKENS, TENANTS, Outcome
 from prefixshield.top import Snapshot
 
 
-def test_only_the_victims_prefixes_ever_come_back() -> None:
+def test_the_victims_prefixes_come_back_and_the_attackers_prompts_once() -> None:
     traffic = Traffic(7)
     first, second = traffic.rounds(2, attack=True), traffic.rounds(1, attack=True)
     assert len(first) == 2 * len(second) == 4 * HOT_PREFIXES
-    for tenant, prefixes in (("victim", HOT_PREFIXES), ("attacker", 3 * HOT_PREFIXES)):
-        prompts = [one.prompt for one in (*first, *second) if one.tenant == tenant]
-        assert len(set(prompts)) == len(prompts) == 3 * HOT_PREFIXES
-        assert len({prompt[:PREFIX_TOKENS] for prompt in prompts}) == prefixes
+    victim, attacker = (
+        [one.prompt for one in (*first, *second) if one.tenant == tenant] for tenant in TENANTS
+    )
+    assert len(set(victim)) == 3 * HOT_PREFIXES
+    assert len({prompt[:PREFIX_TOKENS] for prompt in victim}) == HOT_PREFIXES
+    assert attacker[::2] == attacker[1::2]
+    assert len({prompt[:PREFIX_TOKENS] for prompt in attacker}) == len(attacker) / 2
     assert {one.tenant for one in traffic.rounds(1, attack=False)} == {"victim"}
 
 
