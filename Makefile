@@ -19,7 +19,7 @@ demo: setup ## an attacker against a victim, on vLLM without and with PrefixShie
 serve: setup ## the demo's server with PrefixShield, until Ctrl-C (PORT=8000)
 	@$(VENV)/python -m demo.serve $(if $(PORT),--port $(PORT))
 
-session: setup ## an operator's session on the demo's server, into results/session/ (3 minutes)
+session: setup ## an operator's session on the demo's server, into results/session/ (3-5 minutes)
 	@$(VENV)/python -m demo.session
 
 TRACE = traces/agents_bs16.jsonl.gz
