@@ -74,8 +74,8 @@ _ROWS = "[...document.querySelectorAll('#groups tr')].map(r => [...r.cells].map(
 
 def main() -> int:
     """Run the session and return its exit status."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end like Ctrl-C: through the cleaning up
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end like Ctrl-C: through the cleaning up,
+        signal.signal(number, signal.default_int_handler)  # where SIGINT itself is ignored too
     try:
         _run()
     except PrefixShieldError as error:
