@@ -13,6 +13,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from prefixshield.config import load_config
 from prefixshield.policies.adaptive import AdaptiveShield
 from prefixshield.serving.namespace import Identity, Namespaces
+from prefixshield.serving.tiny_model import tokenizer_of
 from prefixshield.serving.wiring import SCHEDULER
 
 pytestmark = pytest.mark.engine
@@ -61,7 +62,7 @@ def engine(tiny_model, tmp_path, monkeypatch):
             num_gpu_blocks_override=options.pop("num_blocks", 129),
             enforce_eager=True,
             max_model_len=2048,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init="tokenizer" not in options,
             seed=0,
             **wiring,
             **options,
@@ -163,9 +164,10 @@ def test_chunks_sleep_and_resets_change_no_token(engine, tmp_path):
     assert not driver.failed
 
 
-def test_embeddings_are_the_same_from_the_cache(engine, tmp_path):
+def test_embeddings_are_the_same_from_the_cache(engine, tiny_model, tmp_path):
     victim, attacker = salts(tmp_path)
-    llm = engine(SHIELD, runner="pooling", convert="embed")
+    # vLLM renders for pooling models with a tokenizer or not at all.
+    llm = engine(SHIELD, runner="pooling", convert="embed", tokenizer=str(tokenizer_of(tiny_model)))
     driver = scheduler_of(llm).driver
 
     def embed(salt):
