@@ -41,7 +41,7 @@ KEYS = ("alpha-key", "alpha-critical-key", "beta-key")
 
 PROMPT_TOKENS = 200
 WHOLE_BLOCKS_TOKENS = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
-PATIENCE_S = 60
+PATIENCE_S = 180
 ORIGIN = "https://a.example"
 
 _fresh = itertools.count()

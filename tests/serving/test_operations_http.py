@@ -18,7 +18,7 @@ openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.engine
 
-PATIENCE_S = 60
+PATIENCE_S = 180
 
 CONFIG = """
 mode: shadow
