@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("libcachesim")
 
+from prefixshield.errors import TraceError
 from prefixshield.evaluation import bench_core
 from prefixshield.evaluation.bench_core import CONTESTANTS, NATIVE, _Pool, run_bench_core
 
@@ -63,3 +64,10 @@ def test_sections_are_written_one_by_one_and_kept(tmp_path, monkeypatch):
 def test_an_unknown_section_is_refused(tmp_path):
     with pytest.raises(Exception, match="--section: found 'cycle', expected one of: cycles"):
         next(run_bench_core(tmp_path, tmp_path, 16, ["cycle"], print))
+
+
+def test_a_trace_too_small_to_replay_is_one_message(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.touch()
+    with pytest.raises(TraceError, match=r"empty\.jsonl: found 0 unique blocks, expected at least"):
+        next(run_bench_core(tmp_path, path, 16, ["replays"], print))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from prefixshield.config import Config, dump_config, paper_config
 from prefixshield.core.ledger import Contract
-from prefixshield.errors import PrefixShieldError
+from prefixshield.errors import PrefixShieldError, TraceError
 from prefixshield.evaluation.markdown import table
 from prefixshield.evaluation.results import provenance, replace_files
 from prefixshield.evaluation.statistics import percentile
@@ -337,6 +337,8 @@ def replays(progress: Progress, trace: Path, block_size: int) -> Section:
     accesses = sum(len(request.hash_ids) for request in requests)
     unique = len({(request.group, block) for request in requests for block in request.hash_ids})
     capacity = unique // 10
+    if capacity < 10:  # libCacheSim's small queue is a tenth of it, at least one block
+        raise TraceError(f"{trace}: found {unique} unique blocks, expected at least 100")
 
     def library(kind: str) -> Callable[[], None]:
         def run() -> None:
