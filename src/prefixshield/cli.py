@@ -43,7 +43,9 @@ MAX_BLOCKS = 2**24
 
 #: Modules that not every command imports, and the extra that brings each.
 _EXTRAS = {
-    **dict.fromkeys(("httpx", "matplotlib", "numpy", "scipy", "tokenizers"), "evaluation"),
+    **dict.fromkeys(
+        ("httpx", "matplotlib", "msgspec", "numpy", "scipy", "tokenizers", "zmq"), "evaluation"
+    ),
     **dict.fromkeys(("torch", "vllm"), "vllm"),
     "libcachesim": "test",
 }
@@ -189,10 +191,16 @@ def compare(
 
 @app.command()
 def calibrate(
-    source: Annotated[str, typer.Argument(help="A trace, or a server's URL: http://HOST:PORT.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A trace, a server's URL (http://HOST:PORT), or where an engine publishes its KV "
+            "events (tcp://HOST:PORT)."
+        ),
+    ],
     blocks: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_BLOCKS, help="Pool size in blocks. A server tells its own."),
+        typer.Option(min=1, max=MAX_BLOCKS, help="Pool size in blocks. A URL tells its own."),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Of a trace: tokens per block.")
@@ -212,7 +220,8 @@ def calibrate(
         float, typer.Option(help="Seconds of its refill that a group may create at once.")
     ] = 10.0,
     interval: Annotated[
-        float, typer.Option(help="Seconds between the two readings of a server.")
+        float,
+        typer.Option(help="Seconds between the two readings of a server, or of listening to it."),
     ] = 60.0,
     picture: Annotated[Path | None, typer.Option(help="Draw the table into this PNG.")] = None,
     output: Annotated[
@@ -244,6 +253,19 @@ def calibrate(
             found = entitlements.from_metrics(
                 *readings, load_config(config), blocks, horizon, burst_horizon
             )
+    elif source.startswith(("tcp://", "ipc://")):
+        from prefixshield.evaluation.kv_events import listen
+        from prefixshield.serving.namespace import Namespaces
+
+        if config is None:
+            raise PrefixShieldError("--config: missing, expected the server's configuration")
+        if blocks is None:
+            raise PrefixShieldError("--blocks: missing, expected a number: KV events tell none")
+        settings = load_config(config)
+        typer.echo(f"listening to {source} for {interval:g} s ...", err=True)
+        with _named(source):
+            heard = listen(source, interval, Namespaces.of(settings, config))
+            found = entitlements.from_events(heard, settings, blocks, horizon, burst_horizon)
     else:
         for name, number in {"--blocks": blocks, "--block-size": block_size}.items():
             if number is None:
@@ -270,6 +292,8 @@ def calibrate(
     console = Console(markup=False, highlight=False)
     _print_whole(console, entitlements.contracts_table(found))
     _print_whole(console, entitlements.effects_table(found))
+    for warning in found.warnings:
+        typer.echo(f"Warning: {warning}")
     if found.skipped:
         typer.echo(
             f"{source}: {found.skipped} requests are larger than the pool of {blocks} blocks and "

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 from vllm_server import BLOCK_SIZE
 
+from prefixshield.serving.child_server import free_port
 from prefixshield.traces import read_trace
 
 pytest.importorskip("vllm")
@@ -41,8 +46,19 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(start_server, tiny_model, path):
-    options = ["--num-gpu-blocks-override", "65"]
+def events():
+    """Where the server publishes its KV events."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model, path, events):
+    publishing = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": events.replace("127.0.0.1", "*"),
+    }
+    options = ["--num-gpu-blocks-override", "65", "--kv-events-config", json.dumps(publishing)]
     return start_server(tiny_model, path, options, by_command=True)
 
 
@@ -142,6 +158,29 @@ def test_requests_are_recorded_until_the_server_is_told_to_stop(server, path):
     first, other, again = (request.hash_ids for request in requests)
     assert first == again != other, "groups are told apart, as their namespaces are"
     assert metric(server, "prefixshield_recorded_requests_total", outcome="written") == 3
+
+
+def test_contracts_are_proposed_from_the_servers_events(server, path, events):
+    """The events themselves: tests/evaluation/test_kv_events.py."""
+    before = metric(server, "prefixshield_materialised_blocks_total", group="shop")
+    script = Path(sys.executable).with_name("prefixshield")
+    command = [script, "calibrate", events, "--blocks", "64", "--config", path, "--interval", "2"]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as listening:
+        while listening.poll() is None:  # each time a block more: the last token is computed again
+            assert status(server, "sk-shop") == 200
+        found = json.load(listening.stdout)
+    assert listening.returncode == 0
+    shop = found["groups"]["shop"]
+    assert shop["contract"] == "big"
+    created = 2 * shop["measured"]["created_per_s"]
+    wait_until(
+        lambda: (
+            metric(server, "prefixshield_materialised_blocks_total", group="shop")
+            >= before + created
+        )
+    )
+    assert created > 0
+    assert found["warnings"] == []
 
 
 def test_a_gateway_names_the_group(server):

@@ -2,11 +2,13 @@
 
 import logging
 import random
+from collections import Counter
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import msgspec
 from control_plane import (
     BLOCK_SIZE,
     ControlPlane,
@@ -14,12 +16,14 @@ from control_plane import (
     engine_config,
     make_request,
 )
+from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from prefixshield.config import load_config
 from prefixshield.core.retention import RetentionClass
 from prefixshield.errors import ConfigError, IncompatibleEngineError
+from prefixshield.evaluation.kv_events import EventBatch, Listener
 from prefixshield.policies import POLICIES
 from prefixshield.serving import hooks
 from prefixshield.serving.namespace import Identity, Namespaces
@@ -294,6 +298,40 @@ def test_random_traffic_leaves_nothing_behind(plane, salt, policy, seed):
     assert p.pool.get_num_free_blocks() == p.pool.num_gpu_blocks - 1
     assert not p.scheduler.driver.failed
     assert p.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+def test_kv_events_tell_who_creates_what(plane, salt, write_config):
+    """Whenever one begins to listen: each event names who pays, not only a chain's first one."""
+    if "session_id" not in BlockStored.__struct_fields__:
+        pytest.skip("the events of this vLLM name no session")
+    p = plane(max_num_batched_tokens=64, max_num_seqs=4)
+    path = write_config()
+    namespaces = Namespaces.of(load_config(path), path)
+    decode = msgspec.msgpack.Decoder(EventBatch).decode
+    listener, late = Listener(namespaces), Listener(namespaces)
+    before, batches = Counter(), []
+
+    def publish(batch):
+        batches.append(decode(msgspec.msgpack.encode(batch)))
+        listener.feed(len(batches), batches[-1], 0.0)
+        if len(batches) > 40:
+            late.feed(len(batches), batches[-1], 0.0)
+        else:
+            before.clear()
+            before.update(counts(p, "materialised"))
+
+    p.pool.enable_kv_cache_events = True
+    p.scheduler.kv_event_publisher.publish = publish
+    drive(p, traffic(salt, 3), 3)
+    driver = Counter(counts(p, "materialised"))
+    for heard, expected in ((listener.heard(1.0), driver), (late.heard(1.0), driver - before)):
+        created = Counter()
+        for creation in heard.creations:
+            created[creation.group,] += creation.blocks
+        assert created == expected
+        assert {(c.group, c.contract) for c in heard.creations} == {VICTIM, VICTIM_BATCH, ATTACKER}
+        assert heard.strangers == heard.missing_batches == 0
+    assert before.total() > 0
 
 
 @pytest.mark.parametrize("method", ["materialise", "hit", "hold", "release", "evict"])

@@ -1,9 +1,10 @@
 """``prefixshield calibrate``: contracts proposed from traffic, and what they would have done.
 
-The traffic is a trace, a recording for example, or two readings of a running server's metrics. The
-proposal (``propose``) divides what the pool can absorb. A trace is then replayed serially under
-LRU, under the present contracts and under the proposed ones; of metrics there is nothing to
-replay, so each group's rate of creation is held against its refill rates.
+The traffic is a trace, a recording for example, two readings of a running server's metrics, or its
+KV events. The proposal (``propose``) divides what the pool can absorb. A trace is then replayed
+serially under LRU, under the present contracts and under the proposed ones; of metrics there is
+nothing to replay, so each group's rate of creation is held against its refill rates; of events
+what was created, and when, is charged to either contracts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from prefixshield.evaluation.kv_events import Heard
     from prefixshield.top import Snapshot
 
 #: Without ``--horizon`` a block is to live until so many of all reuses have come.
@@ -51,12 +53,14 @@ _COLOURS = {LRU: "#999999", MEASURED: "#999999", PRESENT: "#E69F00", PROPOSED: "
 class Effect:
     """What became of a group, or of all, in one way; None: not known, or there is no such thing."""
 
-    hit_ratio: float | None
+    hit_ratio: float | None = None
     """0-1; of a trace in blocks, of metrics in tokens."""
-    created_per_s: float | None
+    created_per_s: float | None = None
     """Blocks created per second."""
-    debt_ratio: float | None
+    debt_ratio: float | None = None
     """Share of the time in which the group owed, 0-1."""
+    lifetime_s: float | None = None
+    """Median time for which a block stays cached, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Calibration:
     """By group (None: all), then by way."""
     skipped: int = 0
     """Requests larger than the pool."""
+    warnings: Sequence[str] = ()
+    """What to know before the proposal is put in force: sentences."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -98,6 +104,7 @@ class Calibration:
             "burst_horizon_s": self.burst_horizon_s,
             "budget": self.budget,
             "skipped": self.skipped,
+            "warnings": list(self.warnings),
             "contracts": contracts,
             "groups": {
                 group: {"contract": contract, **ways(group)}
@@ -288,6 +295,94 @@ def from_metrics(
     )
 
 
+def from_events(
+    heard: Heard,
+    config: Config,
+    capacity_blocks: int,
+    horizon_s: float | None,
+    burst_horizon_s: float,
+) -> Calibration:
+    """Contracts for what one engine created while its KV events were listened to.
+
+    ``horizon_s`` None: what blocks live for in a full pool now, capacity over creation.
+    ``least_burst`` is the present burst, since a prompt may be stored in pieces. Debts are those of
+    the events' own blocks and times, each balance being full at first; events know no hits.
+
+    Raises:
+        PrefixShieldError: nothing was created, or nothing by a group of the configuration.
+
+    """
+    created: Counter[tuple[str, str]] = Counter()
+    for creation in heard.creations:
+        created[creation.group, creation.contract] += creation.blocks
+    if not created and heard.strangers:
+        raise PrefixShieldError(
+            f"found {heard.strangers} blocks created by nobody whom --config names, expected its "
+            "groups: it must be what the server runs with, with the same namespace_secret or keys"
+        )
+    if not created:
+        raise PrefixShieldError(
+            f"found no block created within {heard.seconds:g} s, expected a server with "
+            "--kv-events-config that publishes there, and traffic"
+        )
+    if horizon_s is None:
+        horizon_s = capacity_blocks * heard.seconds / created.total()
+    buckets = Counter(contract for _, contract in created)
+    least_burst = {name: terms.burst for name, terms in config.contracts.items()}
+    contracts = propose(
+        config.contracts, capacity_blocks, buckets, horizon_s, burst_horizon_s, least_burst
+    )
+    contract_of: dict[str, str] = {}
+    for (group, contract), _ in created.most_common():
+        contract_of.setdefault(group, contract)
+    proposed = config.model_copy(update={"contracts": contracts})
+    debts = {
+        way: _DebtTimes(of.contract_table())
+        for way, of in ((PRESENT, config), (PROPOSED, proposed))
+    }
+    for creation in heard.creations:
+        for times in debts.values():
+            times.charge(creation.group, creation.contract, creation.blocks, creation.time)
+    blocks = Counter[str]()
+    for (group, _), number in created.items():
+        blocks[group] += number
+    effects: dict[str | None, dict[str, Effect]] = {
+        group: {
+            MEASURED: Effect(
+                created_per_s=blocks[group] / heard.seconds,
+                lifetime_s=heard.lifetimes_s.get(group),
+            ),
+            **{
+                way: Effect(debt_ratio=times.until(group, heard.seconds) / heard.seconds)
+                for way, times in debts.items()
+            },
+        }
+        for group in contract_of
+    }
+    total = Effect(created_per_s=blocks.total() / heard.seconds)
+    effects[None] = {MEASURED: total, PRESENT: Effect(), PROPOSED: Effect()}
+    warnings = []
+    if heard.strangers:
+        warnings.append(
+            f"{heard.strangers} more blocks were created by nobody whom --config names."
+        )
+    if heard.missing_batches:
+        warnings.append(
+            f"{heard.missing_batches} batches of events are missing: more was created than shown."
+        )
+    return Calibration(
+        horizon_s,
+        burst_horizon_s,
+        capacity_blocks / horizon_s,
+        buckets,
+        config,
+        proposed,
+        contract_of,
+        effects,
+        warnings=warnings,
+    )
+
+
 def contracts_table(found: Calibration) -> Table:
     """What is proposed."""
     table = Table("contract")
@@ -319,13 +414,21 @@ def effects_table(found: Calibration) -> Table:
         table.add_row(group, contract, *_cells(found, group, columns))
     table.add_section()
     table.add_row("all", "", *_cells(found, None, columns))
-    replayed = LRU in found.effects[None]
-    table.caption = (
-        "Serial replay. Hit ratio in blocks; in debt: share of the time; created: blocks/s. "
-        "Generated text counts only where a later prompt contains it."
-        if replayed
-        else "Per engine. Hit ratio in tokens; created: blocks/s; in debt: if it went on like this."
-    )
+    if LRU in found.effects[None]:
+        table.caption = (
+            "Serial replay. Hit ratio in blocks; in debt: share of the time; created: blocks/s. "
+            "Generated text counts only where a later prompt contains it."
+        )
+    elif found.effects[None][MEASURED].hit_ratio is None:
+        table.caption = (
+            "One engine's KV events, which tell no hits. In debt: share of the time, had the same "
+            "been created and nothing been owed before; created: blocks/s; lifetime: seconds in "
+            "the cache, median (-: longer than it was watched)."
+        )
+    else:
+        table.caption = (
+            "Per engine. Hit ratio in tokens; created: blocks/s; in debt: if it went on like this."
+        )
     table.caption_justify = "left"
     return table
 
@@ -368,19 +471,32 @@ def _bars(axes: Axes, found: Calibration, groups: Sequence[str], head: str) -> N
         values = [getattr(found.effects[group][way], field) or 0 for group in groups]
         places = [place + (number - (len(shown) - 1) / 2) * height for place in range(len(groups))]
         axes.barh(places, values, height, color=_COLOURS[way], label=way)
-    if head != _HEADS["created_per_s"]:
+    if all(field.endswith("_ratio") for _, field in shown):
         axes.set_xlim(0, 1)
     axes.set_title(_TITLES[head], fontsize=10)
     axes.set_axisbelow(True)
     axes.grid(axis="x", linewidth=0.3)
 
 
-_HEADS = {"hit_ratio": "hit ratio", "debt_ratio": "in debt", "created_per_s": "created/s"}
+_HEADS = {
+    "hit_ratio": "hit ratio",
+    "debt_ratio": "in debt",
+    "created_per_s": "created/s",
+    "lifetime_s": "lifetime",
+}
+
+_FORMS = {
+    "hit_ratio": ".4f",
+    "debt_ratio": ".1%",
+    "created_per_s": ".2f",
+    "lifetime_s": ".1f",
+}
 
 _TITLES = {
     "hit ratio": "hit ratio",
     "in debt": "in debt (share of time)",
     "created/s": "created (blocks per second)",
+    "lifetime": "lifetime of a block (s)",
 }
 
 
@@ -401,8 +517,7 @@ def _cells(
         if value is None:
             yield "-"
         else:
-            form = {"hit_ratio": ".4f", "debt_ratio": ".1%", "created_per_s": ".2f"}[field]
-            yield format(value, form)
+            yield format(value, _FORMS[field])
 
 
 def _payer(config: Config, request: TraceRequest) -> tuple[str, str]:

@@ -63,6 +63,10 @@ class Namespaces:
         """
         return f"{self._heads[identity]}.{self._digest('salt', identity.group, client_salt)}"
 
+    def head(self, identity: Identity) -> str:
+        """What stands for an identity in its tokens, and alone for it in vLLM's KV events."""
+        return self._heads[identity]
+
     def knows(self, cache_salt: str | None) -> bool:
         """Whether a salt names a configured identity, or is none."""
         return cache_salt is None or cache_salt.partition(".")[0] in self._identities

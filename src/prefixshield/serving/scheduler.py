@@ -130,6 +130,8 @@ class _Shielding(Scheduler):
             request.block_hashes = []
             request.update_block_hashes()
         tag(request, Tag(identity, _named_prefix(request)))
+        if getattr(request, "session_id", None) is None:  # what KV events say of who stores a block
+            request.session_id = self._tenants.namespaces.head(identity)
         if self._recorder is not None:
             self._recorder.arrived(request, self.driver.clock())
         super().add_request(request)
