@@ -53,9 +53,9 @@ def assert_default_bounded(
     assert len(policy.ledger._accounts) <= accounts
     assert len(policy.ledger._owing) <= accounts
     blocks = policy.capacity_blocks
-    assert len(policy._origin) == len(policy._hash) == blocks
+    assert len(policy._origin) == len(policy._sampled) == blocks
     assert len(policy._taken) <= blocks
-    assert len(policy._chains._of_block) <= blocks
+    assert len(policy._chains._key) <= 2 * blocks
     assert len(policy._chains._groups) <= len(groups)
     assert sum(map(len, policy._chains._groups.values())) <= 2 * blocks
     miniatures = policy.trial._miniatures

@@ -6,6 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixshield.core.chains import Chains
 
+BLOCKS = 20
+
 
 def predecessor(key):
     """Keys are paths, as strings; those of length 1 are first blocks."""
@@ -15,9 +17,8 @@ def predecessor(key):
 class Life(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.chains = Chains()
+        self.chains = Chains(BLOCKS)
         self.key = {}  # block → key
-        self.names = 0
 
     def orphans(self):
         cached = set(self.key.values())
@@ -27,12 +28,13 @@ class Life(RuleBasedStateMachine):
             if any(key[:length] not in cached for length in range(1, len(key)))
         }
 
+    @precondition(lambda self: len(self.key) < BLOCKS)
     @rule(key=st.text("01", min_size=1, max_size=5))
     def add(self, key):
         before = self.orphans()
-        self.names += 1
-        self.key[self.names] = key
-        back = self.chains.add([self.names], "g", [key], [predecessor(key)])
+        block = next(block for block in range(BLOCKS) if block not in self.key)
+        self.key[block] = key
+        back = self.chains.add([block], "g", [key], [predecessor(key)])
         assert len(back) == len(set(back))
         assert set(back) == before - self.orphans()
 
@@ -54,14 +56,15 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def agree(self):
-        found = {block for block in range(self.names + 1) if self.chains.is_orphan(block)}
+        found = {block for block in range(BLOCKS) if self.chains.is_orphan(block)}
         assert found == self.orphans()
+        assert {block: self.chains.key(block) for block in self.key} == self.key
 
     def teardown(self):
         for block in list(self.key):
             self.chains.remove(block)
-        assert not self.chains._of_block
         assert not any(self.chains._groups.values())
+        assert len(self.chains._unused) == len(self.chains._key), "a link is never used again"
 
 
 TestChains = Life.TestCase
@@ -69,7 +72,7 @@ TestChains.settings = settings(max_examples=100, stateful_step_count=40, deadlin
 
 
 def test_a_block_without_a_chain_is_no_orphan_and_orphans_nothing():
-    chains = Chains()
+    chains = Chains(BLOCKS)
     assert not chains.add([1], "g", ["window"], [None])
     assert not chains.add([2], "g", ["later"], [None])
     assert not chains.remove(1)
@@ -77,7 +80,7 @@ def test_a_block_without_a_chain_is_no_orphan_and_orphans_nothing():
 
 
 def test_a_copy_keeps_what_follows_reachable():
-    chains = Chains()
+    chains = Chains(BLOCKS)
     for block, key, parent in ((1, "a", None), (2, "a", None), (3, "ab", "a"), (4, "abc", "ab")):
         chains.add([block], "g", [key], [parent])
     assert not chains.remove(1)
@@ -86,7 +89,7 @@ def test_a_copy_keeps_what_follows_reachable():
 
 
 def test_a_key_of_another_group_is_another_key():
-    chains = Chains()
+    chains = Chains(BLOCKS)
     chains.add([1], "g", ["a"], [None])
     chains.add([2], "h", ["ab"], ["a"])
     assert chains.is_orphan(2)

@@ -86,7 +86,8 @@ def test_on_a_pool_no_larger_than_a_miniature_each_is_a_replay_of_its_rule(scrip
             value[rule] = value[rule] * fade + proven + (1 - discount) * unproven
             served[rule] = served[rule] * fade + len(hits)
             mini.order.check()
-            assert mini.order.candidates() == set(model.order.waiting)
+            cached = {mini._key[block] for block in mini.order.candidates()}
+            assert cached == mini._block.keys() == set(model.order.waiting)
             assert mini.value / trial._gain == pytest.approx(value[rule])
             assert mini.served / trial._gain == pytest.approx(served[rule])
         t = ledger.now(t + wait)
@@ -177,7 +178,7 @@ def test_state_is_bounded_under_any_traffic(ledger):
     trial.serve([("a", n) for n in range(3 * MINIATURE_BLOCKS)], 3 * MINIATURE_BLOCKS, 0.0, 0.0)
     for mini in trial._miniatures:
         mini.order.check()
-        assert len(mini.order) == len(mini.order._queue) == mini._resident <= MINIATURE_BLOCKS
+        assert len(mini.order) == len(mini._block) == MINIATURE_BLOCKS - len(mini._free)
         assert len(mini.ghosts) <= MINIATURE_BLOCKS
         assert len(mini.order._debtors._heap) <= 2 * len(GROUPS) + 17
         assert sum(map(len, mini.order._queues._heads)) <= 3 * len(GROUPS)

@@ -71,7 +71,7 @@ class Life(RuleBasedStateMachine):
         orphans = self.unreachable() & self.candidates()
         self.naive.hold(orphans)
         queues = self.policy.order._queues
-        place = {b: queue.blocks[b] for b, queue in queues.check().items()}
+        place = {b: queues._sequence[b] for b in queues.check()}
         back = self.orphans & self.candidates() - orphans
         self.naive.release(sorted(back, key=place.__getitem__))
         self.orphans = orphans

@@ -7,43 +7,53 @@ memory and cannot be hit until its predecessors are materialised again.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable, Sequence
 
-
-class _Link:
-    """A key: the blocks cached under it, and the keys that it precedes or that precede it."""
-
-    __slots__ = ("block", "children", "copies", "key", "links", "parent", "reachable")
-
-    def __init__(self, links: dict[Hashable, _Link], key: Hashable) -> None:
-        self.links = links
-        self.key = key
-        self.block: int | None = None
-        """The block cached first; None: no block is, but keys that the key precedes are known."""
-        self.copies: dict[int, None] | None = None  # the other blocks, in order
-        self.parent: _Link | None = None
-        # Ordered: what becomes an orphan first does not depend on how a process hashes.
-        self.children: dict[_Link, None] | None = None
-        self.reachable = True
+#: No block, no link.
+_NONE = -1
 
 
 class Chains:
     """Cached blocks by group and key, and what precedes what.
 
     A key names a whole prefix up to its block. O(1) per block added or removed, and per block that
-    becomes an orphan or is reachable again.
+    becomes an orphan or is reachable again. Every key that is cached, or that precedes one, has a
+    link: a number, under which the lists below say what is known of it.
     """
 
-    def __init__(self) -> None:
-        self._groups: dict[str, dict[Hashable, _Link]] = {}
-        self._of_block: dict[int, _Link] = {}
+    def __init__(self, blocks: int) -> None:
+        """``blocks``: those that are cached are among 0 .. blocks - 1."""
+        self._blocks = blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is cached."""
         self.broken = False
         """False: there has been no orphan since all was empty."""
+        self._groups: dict[str, dict[Hashable, int]] = {}  # the link of each key
+        self._link = array("i", [_NONE]) * self._blocks  # of each block
+        self._unused: list[int] = []  # links
+        # Of each link: its key and its group's links; the block that was cached first (none: only
+        # keys that it precedes are known); the others, in order; the link that precedes it; the
+        # one that it precedes or, in order, the several; whether it can be reached.
+        self._key: list[Hashable] = []
+        self._links: list[dict[Hashable, int] | None] = []
+        self._block = array("i")
+        self._copies: dict[int, dict[int, None]] = {}
+        self._parent = array("i")
+        self._child = array("i")
+        self._children: dict[int, dict[int, None]] = {}
+        self._reachable = bytearray()
 
     def is_orphan(self, block: int) -> bool:
         """Whether no lookup can reach a cached block."""
-        link = self._of_block.get(block)
-        return link is not None and not link.reachable
+        link = self._link[block]
+        return link != _NONE and not self._reachable[link]
+
+    def key(self, block: int) -> Hashable:
+        """The key of a cached block."""
+        return self._key[self._link[block]]
 
     def add(
         self,
@@ -60,80 +70,119 @@ class Chains:
         if links is None:
             links = self._groups[group] = {}
         back: list[int] = []
-        link: _Link | None = None
+        link, last = _NONE, None  # just added: mostly the parent of what follows
         for block, key, parent in zip(blocks, keys, parents, strict=True):
-            before = link  # the one just added, which mostly is the parent
-            link = links.get(key)
-            if link is None:
-                link = links[key] = _Link(links, key)
-            self._of_block[block] = link
-            if link.block is not None:
-                if link.copies is None:
-                    link.copies = {}
-                link.copies[block] = None
+            before = link if parent == last else links.get(parent, _NONE)
+            link, last = links.get(key, _NONE), key
+            if link == _NONE:
+                link = self._new(key, links)
+            self._link[block] = link
+            if self._block[link] != _NONE:
+                self._copies.setdefault(link, {})[block] = None
                 continue
-            link.block = block
-            link.reachable = True
+            self._block[link] = block
+            reachable = True
             if parent is not None:
-                if before is None or before.key != parent:
-                    before = links.get(parent)
-                    if before is None:
-                        before = links[parent] = _Link(links, parent)
-                if before.children is None:
-                    before.children = {}
-                before.children[link] = None
-                link.parent = before
-                if before.block is None or not before.reachable:
-                    link.reachable = False
-                    self.broken = True
-                    continue
-            if link.children:
-                back += self._turn(link.children, reachable=True)
+                if before == _NONE:
+                    before = self._new(parent, links)
+                self._follow(before, link)
+                reachable = self._block[before] != _NONE and bool(self._reachable[before])
+            self._reachable[link] = reachable
+            if not reachable:
+                self.broken = True
+            elif self._child[link] != _NONE:
+                back += self._turn(self._following(link), reachable=True)
         return back
 
     def remove(self, block: int) -> Sequence[int]:
         """A block is cached no more; returns the blocks that become orphans thereby."""
-        link = self._of_block.pop(block)
-        if link.copies:
-            if link.block == block:
-                link.block = next(iter(link.copies))
-                del link.copies[link.block]
-            else:
-                del link.copies[block]
+        link = self._link[block]
+        self._link[block] = _NONE
+        if link in self._copies:
+            self._remove_copy(link, block)
             return ()
-        link.block = link.copies = None
-        before = link.parent
-        if before is not None:
-            link.parent = None
-            assert before.children is not None, "it precedes the key"
-            del before.children[link]
-            if before.block is None and not before.children:
-                del before.links[before.key]
-        if not link.children:
-            del link.links[link.key]
+        self._block[link] = _NONE
+        before = self._parent[link]
+        if before != _NONE:
+            self._parent[link] = _NONE
+            self._follow_no_more(before, link)
+            if self._block[before] == _NONE and self._child[before] == _NONE:
+                self._forget(before)
+        if self._child[link] == _NONE:
+            self._forget(link)
             return ()
         self.broken = True
-        return self._turn(link.children, reachable=False)
+        return self._turn(self._following(link), reachable=False)
 
-    def clear(self) -> None:
-        """Nothing is cached."""
-        self._groups.clear()
-        self._of_block.clear()
-        self.broken = False
+    def _remove_copy(self, link: int, block: int) -> None:
+        """One of several blocks under a key is cached no more."""
+        copies = self._copies[link]
+        if self._block[link] == block:
+            self._block[link] = block = next(iter(copies))
+        del copies[block]
+        if not copies:
+            del self._copies[link]
 
-    def _turn(self, links: Iterable[_Link], *, reachable: bool) -> list[int]:
+    def _new(self, key: Hashable, links: dict[Hashable, int]) -> int:
+        """A link for a key under which no block is cached yet."""
+        if self._unused:
+            link = self._unused.pop()
+            self._key[link], self._links[link] = key, links
+        else:
+            link = len(self._key)
+            self._key.append(key)
+            self._links.append(links)
+            for column in (self._block, self._parent, self._child):
+                column.append(_NONE)
+            self._reachable.append(True)
+        links[key] = link
+        return link
+
+    def _forget(self, link: int) -> None:
+        """Nothing is cached under a key, nor under one that it precedes."""
+        links = self._links[link]
+        assert links is not None, "it is in use"
+        del links[self._key[link]]
+        self._key[link] = self._links[link] = None
+        self._unused.append(link)
+
+    def _follow(self, before: int, link: int) -> None:
+        """A link is preceded by another."""
+        self._parent[link] = before
+        if before in self._children:
+            self._children[before][link] = None
+        elif self._child[before] == _NONE:
+            self._child[before] = link
+        else:  # ordered: what becomes an orphan first does not depend on how a process hashes
+            self._children[before] = {self._child[before]: None, link: None}
+
+    def _follow_no_more(self, before: int, link: int) -> None:
+        """A link is preceded by another no more."""
+        children = self._children.get(before)
+        if children is None:
+            self._child[before] = _NONE
+            return
+        del children[link]
+        self._child[before] = next(iter(children))
+        if len(children) == 1:
+            del self._children[before]
+
+    def _following(self, link: int) -> Iterable[int]:
+        """The links that a link precedes; there is one at least."""
+        return self._children.get(link) or (self._child[link],)
+
+    def _turn(self, links: Iterable[int], *, reachable: bool) -> list[int]:
         """Mark keys and all that follow them; returns the blocks of those that changed."""
         turned: list[int] = []
         todo = list(links)
         while todo:
             link = todo.pop()
-            if link.reachable == reachable:
+            if self._reachable[link] == reachable:
                 continue
-            link.reachable = reachable
-            assert link.block is not None, "a key that another precedes is cached"
-            turned.append(link.block)
-            if link.copies:
-                turned += link.copies
-            if link.children:
-                todo += link.children
+            self._reachable[link] = reachable
+            turned.append(self._block[link])
+            if link in self._copies:
+                turned += self._copies[link]
+            if self._child[link] != _NONE:
+                todo += self._following(link)
         return turned

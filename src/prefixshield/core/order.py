@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 from prefixshield.core.debtors import Collection, Debtors
 from prefixshield.core.ledger import Ledger
-from prefixshield.core.queues import B, CandidateQueues, Queue
+from prefixshield.core.queues import CandidateQueues, Queue
 from prefixshield.core.retention import RetentionClass
 
 #: A proven block gets as many second chances as it was hit, at most this many (S3-FIFO's counter).
@@ -40,16 +40,39 @@ class Rule(NamedTuple):
     before others who would lose one that is about as old."""
 
 
-class Order(Generic[B]):
+class Run(NamedTuple):
+    """Victims one after the other that stood in one queue."""
+
+    queue: Queue
+    """It names their owner and class."""
+    blocks: list[int]
+
+
+class Order:
     """All cached blocks with their class, and the candidates among them in order.
 
     PROBATIONARY: unproven; NORMAL: proven by another request; REUSE: proven and promoted.
     """
 
     def __init__(
-        self, capacity_blocks: int, ledger: Ledger, rule: Rule, victims_per_block: float = 1.0
+        self,
+        capacity_blocks: int,
+        ledger: Ledger,
+        rule: Rule,
+        victims_per_block: float = 1.0,
+        unused_blocks: int = 0,
     ) -> None:
-        """``victims_per_block``: victims that a block of debt pays for; below 1 in a miniature."""
+        """What an order needs.
+
+        Args:
+            capacity_blocks: how many blocks can be cached.
+            ledger: who owes what.
+            rule: how victims are chosen at first.
+            victims_per_block: victims that a block of debt pays for; below 1 in a miniature.
+            unused_blocks: block indices are below ``capacity_blocks`` plus this.
+
+        """
+        indices = capacity_blocks + unused_blocks
         self.rule = rule
         self.capacity_blocks = capacity_blocks
         self.proven = 0
@@ -58,32 +81,31 @@ class Order(Generic[B]):
         """How many of the latest victims, the first ones, debts were called in for."""
         self._ledger = ledger
         self._victims_per_block = victims_per_block
-        self._queues = CandidateQueues[B]()
+        self._queues = CandidateQueues(indices)
         self._debtors = Debtors(ledger, self._queues.holds_any_of)
-        self._queue: dict[B, Queue[B]] = {}  # of every cached block, held or not
-        self._chances: dict[B, int] = {}
+        self._queue: list[Queue | None] = [None] * indices  # of every cached block, held or not
+        self._chances = bytearray(indices)
         self.clear()
 
     def __len__(self) -> int:
         """Number of candidates."""
         return len(self._queues)
 
-    def __contains__(self, block: B) -> bool:
+    def __contains__(self, block: int) -> bool:
         """Whether a block is cached."""
-        return block in self._queue
+        return self._queue[block] is not None
 
-    def candidates(self) -> Set[B]:
+    def candidates(self) -> Set[int]:
         """All candidates. For tests: scans them."""
         return self._queues.check().keys()
 
-    def is_candidate(self, block: B) -> bool:
+    def is_candidate(self, block: int) -> bool:
         """Whether a block is a candidate."""
-        queue = self._queue.get(block)
-        return queue is not None and block in queue.blocks
+        return block in self._queues
 
-    def retention(self, block: B) -> RetentionClass | None:
+    def retention(self, block: int) -> RetentionClass | None:
         """The class of a cached block."""
-        queue = self._queue.get(block)
+        queue = self._queue[block]
         return None if queue is None else queue.retention
 
     @property
@@ -92,7 +114,7 @@ class Order(Generic[B]):
         return self.proven / self.capacity_blocks
 
     def admit(
-        self, blocks: Sequence[B], group: str, proven: Sequence[bool], proven_until: float = 0.0
+        self, blocks: Sequence[int], group: str, proven: Sequence[bool], proven_until: float = 0.0
     ) -> None:
         """Blocks are cached, and held; what they were before is forgotten.
 
@@ -100,7 +122,7 @@ class Order(Generic[B]):
         """
         unproven_queue, proven_queue, _ = self._queues.of_group(group)
         for block, is_proven in zip(blocks, proven, strict=True):
-            if block in self._queue:
+            if self._queue[block] is not None:
                 self.drop(block)
             is_proven |= self.proven < proven_until
             if not is_proven and not self._was_full:
@@ -111,12 +133,11 @@ class Order(Generic[B]):
             queue.cached += 1
             self.proven += is_proven
 
-    def reuse(self, block: B, *, promote: bool) -> bool:
+    def reuse(self, block: int, *, promote: bool) -> bool:
         """A held block was hit by another request than it was made by; whether it is promoted."""
-        queue = self._queue[block]
-        chances = self._chances.get(block, 0)
-        if chances < MAX_CHANCES:
-            self._chances[block] = chances + 1
+        queue = self._queue_of(block)
+        if self._chances[block] < MAX_CHANCES:
+            self._chances[block] += 1
         retention = queue.retention
         if retention is RetentionClass.REUSE or not (
             promote or retention is RetentionClass.PROBATIONARY
@@ -129,23 +150,24 @@ class Order(Generic[B]):
         self._queue[block] = better
         return promote
 
-    def append(self, blocks: Iterable[B]) -> None:
+    def append(self, blocks: Iterable[int]) -> None:
         """Held blocks become candidates, in native order."""
         t = self._ledger.time
-        for group in self._queues.append(blocks, self._queue.__getitem__):
+        for group in self._queues.append(blocks, self._queue):
             self._debtors.enter(group, t)
 
-    def remove(self, block: B) -> None:
+    def remove(self, block: int) -> None:
         """A candidate is held."""
-        self._queues.remove(block, self._queue[block])
+        self._queues.remove(block, self._queue_of(block))
 
-    def drop(self, block: B) -> None:
+    def drop(self, block: int) -> None:
         """A block is cached no more, and no candidate."""
-        queue = self._queue.pop(block, None)
+        queue = self._queue[block]
         if queue is not None:
+            self._queue[block] = None
             queue.cached -= 1
             self.proven -= queue.retention is not RetentionClass.PROBATIONARY
-            self._chances.pop(block, None)
+            self._chances[block] = 0
 
     def cached(self) -> dict[tuple[str, RetentionClass], int]:
         """Cached blocks by group and class, held ones included."""
@@ -154,8 +176,8 @@ class Order(Generic[B]):
     def clear(self) -> None:
         """Nothing is cached."""
         self._queues.clear()
-        self._queue.clear()
-        self._chances.clear()
+        self._queue[:] = [None] * len(self._queue)
+        self._chances[:] = bytes(len(self._chances))
         self.proven = 0
         self._unproven_until_full = self.capacity_blocks - round(FIRST_SHARE * self.capacity_blocks)
         self._was_full = False
@@ -177,22 +199,23 @@ class Order(Generic[B]):
         largest = self._debtors.largest(t)
         return largest[1] if largest else 0.0
 
-    def take(self, count: int, t: float) -> list[tuple[B, RetentionClass]]:
-        """The next ``count`` victims and their classes; they are cached no more."""
+    def take(self, count: int, t: float) -> list[Run]:
+        """The next ``count`` victims; they are cached no more."""
         self.called_in = 0
         if not count:
             return []
         self._was_full = True
-        victims: list[tuple[B, RetentionClass]] = []
+        victims: list[Run] = []
+        left = count
         if self._debtors.largest(t) is not None:
-            self._call_in(count, t, victims)
+            left -= self._call_in(count, t, victims)
             if self.rule.calls_in_debts:
-                self.called_in = len(victims)
-        self._lose(None, count - len(victims), victims)
+                self.called_in = count - left
+        self._lose(None, left, victims)
         return victims
 
-    def _call_in(self, count: int, t: float, victims: list[tuple[B, RetentionClass]]) -> None:
-        """Add what those lose who owe more than the average, up to ``count``."""
+    def _call_in(self, count: int, t: float, victims: list[Run]) -> int:
+        """Add what those lose who owe more than the average, up to ``count``; how many."""
         debts = Collection(
             self._debtors,
             self._queues.offer,
@@ -201,45 +224,47 @@ class Order(Generic[B]):
             floor=self._ledger.mean_debt(t),
             victims_per_block=self._victims_per_block,
         )
-        while payer := debts.next(count - len(victims)):
+        left = count
+        while payer := debts.next(left):
             group, alone = payer
-            before = len(victims)
             if self.rule.calls_in_debts:
-                self._lose(group, alone, victims)
-                debts.paid(len(victims) - before)
+                lost = self._lose(group, alone, victims)
+                debts.paid(lost)
+                left -= lost
             elif (queue := self._next()) is not None:
                 near = self._as_old(queue, group)
-                self._take(near or queue, 1, math.inf, victims)
+                left -= self._take(near or queue, 1, math.inf, victims)
                 debts.paid(near is not None)
         debts.close()
+        return count - left
 
-    def _lose(self, group: str | None, count: int, victims: list[tuple[B, RetentionClass]]) -> None:
-        """Add up to ``count`` victims, of one group or for None of all."""
-        count += len(victims)
-        while len(victims) < count:
-            queue, most, before = self._turn(group, count - len(victims))
+    def _lose(self, group: str | None, count: int, victims: list[Run]) -> int:
+        """Add up to ``count`` victims, of one group or for None of all; how many."""
+        left = count
+        while left:
+            queue, most, before = self._turn(group, left)
             if queue is None:
                 break
-            self._take(queue, most, before, victims)
+            left -= self._take(queue, most, before, victims)
+        return count - left
 
-    def _take(
-        self, queue: Queue[B], count: int, before: float, victims: list[tuple[B, RetentionClass]]
-    ) -> None:
-        """Add a queue's first blocks, those with a lower sequence number."""
-        retention = queue.retention
-        proven = retention is not RetentionClass.PROBATIONARY
+    def _take(self, queue: Queue, count: int, before: float, victims: list[Run]) -> int:
+        """Add a queue's first blocks, those with a lower sequence number; how many."""
+        proven = queue.retention is not RetentionClass.PROBATIONARY
         chances = self._chances if proven and self.rule.proven_share else None
         taken = self._queues.take(queue, count, before, chances)
         for block in taken:
-            del self._queue[block]
-            victims.append((block, retention))
+            self._queue[block] = None
         queue.cached -= len(taken)
         if proven:
             self.proven -= len(taken)
             for block in taken:
-                self._chances.pop(block, None)
+                self._chances[block] = 0
+        if taken:
+            victims.append(Run(queue, taken))
+        return len(taken)
 
-    def _turn(self, group: str | None, count: int) -> tuple[Queue[B] | None, int, float]:
+    def _turn(self, group: str | None, count: int) -> tuple[Queue | None, int, float]:
         """Whose turn it is to lose up to ``count`` blocks, of one group or for None of all.
 
         The queue (None: there is no block), how many it loses in a row, and the sequence number
@@ -248,7 +273,7 @@ class Order(Generic[B]):
         share = self.rule.proven_share
         before = math.inf
         unproven, proven = self._heads(group)
-        queue: Queue[B] | None
+        queue: Queue | None
         if unproven is None or proven is None:
             queue = unproven or proven
         elif share == 0:
@@ -265,7 +290,7 @@ class Order(Generic[B]):
             before = min(before, self._rival(queue))
         return queue, count, before
 
-    def _rival(self, queue: Queue[B]) -> int:
+    def _rival(self, queue: Queue) -> int:
         """A sequence number that no other queue of its segment has a head before."""
         rival = self._queues.rival(queue)
         if queue.retention is not RetentionClass.PROBATIONARY:
@@ -275,7 +300,7 @@ class Order(Generic[B]):
                 rival = min(rival, other.head())
         return rival
 
-    def _next(self) -> Queue[B] | None:
+    def _next(self) -> Queue | None:
         """The queue of all whose first block is next, and has no chance left; None: no block."""
         while True:
             queue, _, _ = self._turn(None, 1)
@@ -284,13 +309,13 @@ class Order(Generic[B]):
             self._chances[queue.first()] -= 1
             self._queues.move_to_end(queue)
 
-    def _spares(self, queue: Queue[B]) -> bool:
+    def _spares(self, queue: Queue) -> bool:
         """Whether a queue's first block has a chance left, and goes to the end instead."""
         if queue.retention is RetentionClass.PROBATIONARY or not self.rule.proven_share:
             return False
-        return self._chances.get(queue.first(), 0) > 0
+        return self._chances[queue.first()] > 0
 
-    def _as_old(self, queue: Queue[B], group: str) -> Queue[B] | None:
+    def _as_old(self, queue: Queue, group: str) -> Queue | None:
         """The group's queue in the segment of ``queue``, if its first block is about as old."""
         unproven, proven = self._heads(group)
         own = unproven if queue.retention is RetentionClass.PROBATIONARY else proven
@@ -298,7 +323,7 @@ class Order(Generic[B]):
             return None
         return None if self._spares(own) else own
 
-    def _heads(self, group: str | None) -> tuple[Queue[B] | None, Queue[B] | None]:
+    def _heads(self, group: str | None) -> tuple[Queue | None, Queue | None]:
         """The queues that the next unproven and the next proven victim stand in front of.
 
         All groups' proven blocks are in one native order; of its own, a group pays with those that
@@ -306,8 +331,8 @@ class Order(Generic[B]):
         """
         if group is not None:
             unproven, normal, reuse = self._queues.of_group(group)
-            proven = normal if normal.blocks else reuse
-            return unproven if unproven.blocks else None, proven if proven.blocks else None
+            proven = normal if normal.size else reuse
+            return unproven if unproven.size else None, proven if proven.size else None
         first = self._queues.first
         normals, reuses = first(RetentionClass.NORMAL), first(RetentionClass.REUSE)
         if normals is None or (reuses is not None and reuses.head() < normals.head()):
@@ -319,8 +344,15 @@ class Order(Generic[B]):
         for block, queue in self._queues.check().items():
             assert self._queue[block] is queue, f"block {block} is in another queue"
         lowest = RetentionClass.PROBATIONARY
-        proven = sum(queue.retention is not lowest for queue in self._queue.values())
+        cached = [queue for queue in self._queue if queue is not None]
+        proven = sum(queue.retention is not lowest for queue in cached)
         assert proven == self.proven, f"counted {self.proven} proven blocks, found {proven}"
-        found = Counter((queue.group, queue.retention) for queue in self._queue.values())
+        found = Counter((queue.group, queue.retention) for queue in cached)
         assert self.cached() == found, f"counted {self.cached()}, found {found}"
-        assert self._chances.keys() <= self._queue.keys(), "chances of a block that is not cached"
+        chances = [block for block, left in enumerate(self._chances) if left]
+        assert all(block in self for block in chances), "chances of a block that is not cached"
+
+    def _queue_of(self, block: int) -> Queue:
+        queue = self._queue[block]
+        assert queue is not None, f"block {block} is not cached"
+        return queue

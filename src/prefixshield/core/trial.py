@@ -20,7 +20,7 @@ from prefixshield.core.order import Order, Rule
 from prefixshield.core.retention import RetentionClass
 
 #: Blocks of a miniature; a pool that is no larger has a copy of itself.
-MINIATURE_BLOCKS = 512
+MINIATURE_BLOCKS = 128
 
 #: What a miniature remembers fades over this many times as many accesses as the pool has blocks.
 MEMORY_PER_BLOCK = 16
@@ -41,10 +41,12 @@ class Miniature:
     """One rule over a small pool that holds sampled blocks."""
 
     def __init__(self, capacity: int, ledger: Ledger, rule: Rule, rate: float) -> None:
-        self.order: Order[Key] = Order(capacity, ledger, rule, rate)
+        self.order = Order(capacity, ledger, rule, rate)
         self.ghosts = Ghosts(capacity)
         self._capacity = capacity
-        self._resident = 0
+        self._block: dict[Key, int] = {}  # where each key is cached
+        self._key: list[Key | None] = [None] * capacity  # of each block
+        self._free = list(range(capacity))
         self.value = 0.0
         """Blocks served, as they count for debts; faded."""
         self.served = 0.0
@@ -55,29 +57,38 @@ class Miniature:
         hits = [0, 0]
         order = self.order
         keys = keys[: self._capacity]
+        blocks = [self._block.get(key) for key in keys]
         missing: list[Key] = []
-        reachable = True
-        for key in keys:
-            if key not in order:
-                reachable = False
+        for key, block in zip(keys, blocks, strict=True):
+            if block is None:
                 missing.append(key)
                 continue
-            order.remove(key)
-            if reachable:
-                hits[order.retention(key) is not RetentionClass.PROBATIONARY] += 1
-                order.reuse(key, promote=False)
-        excess = self._resident + len(missing) - self._capacity
-        if excess > 0:
-            for (group, block_hash), was in order.take(excess, t):
-                if was is RetentionClass.PROBATIONARY:
-                    self.ghosts.remember(group, block_hash, _SOMEBODY)
-        self._resident = min(self._capacity, self._resident + len(missing))
+            order.remove(block)
+            if not missing:  # or else no lookup reaches it
+                hits[order.retention(block) is not RetentionClass.PROBATIONARY] += 1
+                order.reuse(block, promote=False)
         if missing:
+            self._make_room(len(missing), t)
             group = missing[0][0]
             makers = self.ghosts.recall(group, [block_hash for _, block_hash in missing])
-            order.admit(missing, group, [maker is not None for maker in makers])
-        order.append(reversed(keys))
+            new = [self._free.pop() for _ in missing]
+            for key, block in zip(missing, new, strict=True):
+                self._block[key] = block
+                self._key[block] = key
+            order.admit(new, group, [maker is not None for maker in makers])
+        order.append([self._block[key] for key in reversed(keys)])
         return hits[0], hits[1]
+
+    def _make_room(self, count: int, t: float) -> None:
+        """Lose blocks until so many are free."""
+        for queue, blocks in self.order.take(max(0, count - len(self._free)), t):
+            for block in blocks:
+                key = self._key[block]
+                assert key is not None, "it was cached"
+                del self._block[key]
+                if queue.retention is RetentionClass.PROBATIONARY:
+                    self.ghosts.remember(*key, _SOMEBODY)
+            self._free += blocks
 
 
 class Trial:

@@ -45,9 +45,6 @@ _serve = trial.Trial.serve
 class _NoChains(Chains):
     """Nothing is ever an orphan."""
 
-    def is_orphan(self, block: int) -> bool:
-        return False
-
     def add(
         self,
         blocks: Sequence[int],
@@ -55,10 +52,7 @@ class _NoChains(Chains):
         keys: Sequence[Hashable],
         parents: Sequence[Hashable | None],
     ) -> list[int]:
-        return []
-
-    def remove(self, block: int) -> Sequence[int]:
-        return ()
+        return super().add(blocks, group, keys, [None] * len(blocks))
 
 
 def _constant(owner: Any, name: str, *values: float) -> Mapping[str, Assignments]:

@@ -34,12 +34,16 @@ class AdaptiveShield(Policy):
         self.ledger = Ledger(setup.contracts)
         self.ghosts = Ghosts(setup.usable_blocks)
         self.trial = Trial(setup.usable_blocks, self.ledger)
-        self.order: Order[int] = Order(setup.usable_blocks, self.ledger, self.trial.rule)
-        self._chains = Chains()
+        self.order = Order(
+            setup.usable_blocks,
+            self.ledger,
+            self.trial.rule,
+            unused_blocks=setup.reserved_blocks,
+        )
+        self._chains = Chains(setup.capacity_blocks)
         self._orphans: OrderedDict[int, None] = OrderedDict()  # candidates, the first to go first
-        # Of every cached block: who made it, its hash, and whether the trial sees its accesses.
+        # Of every cached block: who made it, and whether the trial sees its accesses.
         self._origin: list[Origin | None] = [None] * setup.capacity_blocks
-        self._hash: list[Hashable] = [None] * setup.capacity_blocks
         self._sampled = bytearray(setup.capacity_blocks)
         self._taken: dict[int, RetentionClass] = {}  # the latest victims
 
@@ -60,11 +64,10 @@ class AdaptiveShield(Policy):
         origin = Origin(account, request_id, access.prefix_id)
         makers = self.ghosts.recall(group, hashes)
         samples = self.trial.sampled(hashes)
-        for block, block_hash, sampled in zip(blocks, hashes, samples, strict=True):
+        for block, sampled in zip(blocks, samples, strict=True):
             if self._origin[block] is not None:  # its content was lost while it was held
                 self._lose([block])
             self._origin[block] = origin
-            self._hash[block] = block_hash
             self._sampled[block] = sampled
         again = [maker is not None and maker != request_id for maker in makers]
         self.order.admit(blocks, group, again, self._proven_until())
@@ -115,7 +118,8 @@ class AdaptiveShield(Policy):
             self.order.drop(block)
         orphans = len(taken)
         self.orphans_evicted += orphans
-        taken.update(self.order.take(count - orphans, t))
+        for queue, blocks in self.order.take(count - orphans, t):
+            taken.update(dict.fromkeys(blocks, queue.retention))
         called_in = self.order.called_in
         rest = count - orphans - called_in
         self.causes = ((ORPHAN, orphans), (DEBT, called_in), (ORDER, rest))
@@ -156,7 +160,6 @@ class AdaptiveShield(Policy):
         self._orphans.clear()
         self._taken = {}
         self._origin = [None] * len(self._origin)
-        self._hash = [None] * len(self._hash)
 
     @property
     def candidate_count(self) -> int:
@@ -192,7 +195,7 @@ class AdaptiveShield(Policy):
 
     def _become_ghost(self, block: int) -> None:
         origin = self._made(block)
-        self.ghosts.remember(origin.account.group, self._hash[block], origin.request_id)
+        self.ghosts.remember(origin.account.group, self._chains.key(block), origin.request_id)
 
     def _made(self, block: int) -> Origin:
         origin = self._origin[block]
@@ -226,6 +229,6 @@ class AdaptiveShield(Policy):
         debt = self.ledger.normalised_debt(group, t)
         excess = debt - self.ledger.mean_debt_of_others(group, t)
         discount = excess / max(debt, self.order.largest_debt(t)) if excess > EPSILON else 0.0
-        keys = list(dict.fromkeys((group, self._hash[block]) for block in sampled))
+        keys = list(dict.fromkeys((group, self._chains.key(block)) for block in sampled))
         self.trial.serve(keys, len(blocks), t, discount)
         self.order.rule = self.trial.rule

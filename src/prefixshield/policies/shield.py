@@ -32,12 +32,12 @@ class Shield(Policy):
         self._history_prefixes = HISTORY_PREFIXES_PER_BLOCK * setup.usable_blocks
         self.ledger = Ledger(setup.contracts)
         self.history = AdmissionHistory(self._history_prefixes // max(1, len(setup.groups)))
-        self._queues = CandidateQueues[int]()
+        self._queues = CandidateQueues(setup.capacity_blocks)
         self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
         # Per block: who made it, and the queue of its owner and class; None: not cached.
         self._origin: list[Origin | None] = [None] * setup.capacity_blocks
-        self._queue: list[Queue[int] | None] = [None] * setup.capacity_blocks
-        self._taken: dict[int, RetentionClass] = {}  # the latest victims
+        self._queue: list[Queue | None] = [None] * setup.capacity_blocks
+        self._taken: dict[int, Queue | None] = {}  # the queues of the latest victims
 
     def materialise(
         self,
@@ -105,7 +105,7 @@ class Shield(Policy):
         debts.close()
         self.causes = ((DEBT, len(victims)), (ORDER, count - len(victims)))
         victims += self._queues.pop_lowest(count - len(victims))
-        self._taken = {block: self._queue_of(block).retention for block in victims}
+        self._taken = dict(zip(victims, map(self._queue.__getitem__, victims), strict=True))
         self._lose(victims)
         return victims
 
@@ -114,7 +114,7 @@ class Shield(Policy):
             self._queues.remove(block, self._queue_of(block))
 
     def release(self, blocks: Sequence[int]) -> None:
-        for group in self._queues.append(blocks, self._queue_of):
+        for group in self._queues.append(blocks, self._queue):
             self._debtors.enter(group, self.ledger.time)
 
     def forget(self, block: int) -> None:
@@ -144,8 +144,8 @@ class Shield(Policy):
         return len(self._queues)
 
     def retention_class(self, block: int) -> RetentionClass | None:
-        queue = self._queue[block]
-        return self._taken.get(block) if queue is None else queue.retention
+        queue = self._queue[block] or self._taken.get(block)
+        return None if queue is None else queue.retention
 
     def resident_blocks(self) -> Mapping[tuple[str, RetentionClass], int]:
         return self._queues.cached()
@@ -166,7 +166,7 @@ class Shield(Policy):
             self._queue_of(block).cached -= 1
             self._queue[block] = None
 
-    def _classes(self, group: str) -> tuple[Queue[int], Queue[int], Queue[int]]:
+    def _classes(self, group: str) -> tuple[Queue, Queue, Queue]:
         """The group's queues of probationary, normal and reuse blocks."""
         return self._queues.of_group(group)
 
@@ -174,7 +174,7 @@ class Shield(Policy):
         """Whether debt keeps the group's blocks from being promoted: D_g(t) > ε."""
         return self.ledger.raw_debt(group, t) > EPSILON
 
-    def _queue_of(self, block: int) -> Queue[int]:
+    def _queue_of(self, block: int) -> Queue:
         queue = self._queue[block]
         assert queue is not None, f"block {block} was never materialised"
         return queue
@@ -185,7 +185,7 @@ class NoSegmentation(Shield):
 
     name = "no-segmentation"
 
-    def _classes(self, group: str) -> tuple[Queue[int], Queue[int], Queue[int]]:
+    def _classes(self, group: str) -> tuple[Queue, Queue, Queue]:
         only, _, _ = self._queues.of_group(group)
         return only, only, only
 
