@@ -60,8 +60,8 @@ HOLDS_WITHIN_PP = 5.0
 OWES_AT_LEAST = 0.5
 #: Blocks/s, in place of the 8 of the demo's file: clears the debt within seconds.
 FORGIVING_RATE = 200.0
-#: Seconds for which a block is to live, in the second proposal.
-LONGER_HORIZON_S = 10.0
+#: Seconds for which a block is to live, in the first proposal: too short to hold the victim.
+SHORT_HORIZON_S = 1.0
 MOST_PAYING_PHASES = 20
 #: A debt falls as its contract says when its slope is this close; gauges are up to a second old.
 SLOPE_WITHIN = 0.2
@@ -149,10 +149,11 @@ class Session:
         reload = self._reload_contract()
         _say("4. The recording ends, and is replayed under four policies")
         replay = self._replay_recording()
-        _say("5. Contracts are proposed from the recording and put in force; the same attack")
-        calibrate = [self._calibrate("proposed")]
-        _say(f"6. The same with a longer horizon, {LONGER_HORIZON_S:g} s")
-        calibrate.append(self._calibrate("longer", "--horizon", f"{LONGER_HORIZON_S:g}"))
+        _say(f"5. Contracts for a horizon of {SHORT_HORIZON_S:g} s, put in force; the same attack")
+        calibrate = [self._calibrate("short", "--horizon", f"{SHORT_HORIZON_S:g}")]
+        _expect("Warning" in calibrate[0]["output"], "calibrate does not warn")
+        _say("6. Contracts as calibrate proposes them by itself; the same attack")
+        calibrate.append(self._calibrate("proposed"))
         self._expect_no_more_recorded(replay["requests"])
         return {
             "rules": {
@@ -164,7 +165,7 @@ class Session:
             "attack": {**_numbers(attack), **seen},
             "reload": reload,
             "replay": replay,
-            "longer_horizon_s": LONGER_HORIZON_S,
+            "short_horizon_s": SHORT_HORIZON_S,
             "calibrate": calibrate,
         }
 

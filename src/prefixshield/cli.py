@@ -212,8 +212,8 @@ def calibrate(
     horizon: Annotated[
         float | None,
         typer.Option(
-            help="Seconds for which a block is to live. Without it: until 95% of a trace's reuses "
-            "have come, or as long as blocks live on the server now."
+            help="Seconds for which a block is to live. Without it: as long as blocks live on the "
+            "server now; of a trace, the one of several that harms the worst-off group least."
         ),
     ] = None,
     burst_horizon: Annotated[
@@ -274,9 +274,9 @@ def calibrate(
         assert block_size is not None
         settings = paper_config() if config is None else load_config(config)
         requests = read_trace(source, block_size)
-        with _named(source):
+        with _named(source), _progress_bar() as progress:
             found = entitlements.from_trace(
-                requests, settings, blocks, block_size, horizon, burst_horizon
+                requests, settings, blocks, block_size, horizon, burst_horizon, progress
             )
     text = dump_config(found.proposed)
     parse_config(text.encode(), output or source)  # a trace may name groups as no file can

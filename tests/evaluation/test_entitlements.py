@@ -83,8 +83,8 @@ def test_of_known_traffic(tmp_path):
             "default_group": "shop",
         }
     )
-    found = from_trace(known_traffic(), present, 100, 4, None, 0.1)
-    # Every reuse comes after 2 s, so 100 blocks absorb 50 a second: 4 + 1 = 5 parts.
+    found = from_trace(known_traffic(), present, 100, 4, 2.0, 0.1)
+    # Blocks that are to live for 2 s: 100 blocks absorb 50 a second: 4 + 1 = 5 parts.
     assert (found.horizon_s, found.budget, found.buckets) == (2, 50, {"big": 1, "small": 1})
     contracts = {n: (c.refill_rate, c.burst) for n, c in found.proposed.contracts.items()}
     assert contracts == {"big": (40, 4), "small": (10, 2)}  # bursts: 3 and 2 in a prompt; 4 > 3
@@ -97,6 +97,57 @@ def test_of_known_traffic(tmp_path):
     assert shop["present"].debt_ratio == pytest.approx(0.25 / 20)
     assert search["present"].debt_ratio == pytest.approx(19 / 20)
     assert shop["proposed"].debt_ratio == search["proposed"].debt_ratio == 0
+
+
+def flooded_traffic():
+    """For 50 s: shop asks for one of 4 prefixes of 12 blocks every half second, and search for 16
+    blocks as often, each twice and never again. Between two visits to a prefix: 36 + 32 blocks."""
+    rows = []
+    for i in range(100):
+        rows.append(request(2 * i + 1, 0.5 * i, range(100 * (i % 4), 100 * (i % 4) + 12), "shop"))
+        flood = range(10_000 + 100 * (i // 2), 10_016 + 100 * (i // 2))
+        rows.append(request(2 * i + 2, 0.5 * i + 0.2, flood, "search"))
+    return rows
+
+
+def test_without_a_horizon_the_worst_off_group_decides(tmp_path):
+    """Each horizon replayed by itself; LRU and the present contracts count among a group's best."""
+    present, traffic = load_config(config(tmp_path)), flooded_traffic()
+    asked = present, 64, 4
+    found = from_trace(traffic, *asked, None, 10.0)
+    # Under LRU shop hits nothing, search every second time: 100 x 12 + 50 x 16 blocks in 49.7 s.
+    horizons = [64 / (2000 / 49.7) * factor for factor in (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)]
+    assert list(found.losses) == pytest.approx(horizons)
+    alone = {horizon: from_trace(traffic, *asked, horizon, 10.0) for horizon in horizons}
+    hits = {
+        group: [
+            *(found.effects[group][way].hit_ratio for way in ("lru", "present")),
+            *(one.effects[group]["proposed"].hit_ratio for one in alone.values()),
+        ]
+        for group in ("shop", "search")
+    }
+    assert hits["shop"][0] == 0
+    worst = [
+        max(max(of_group) - of_group[2 + number] for of_group in hits.values())
+        for number in range(len(horizons))
+    ]
+    assert list(found.losses.values()) == pytest.approx(worst, abs=0.0005)
+    assert found.losses[found.horizon_s] == min(found.losses.values()) < max(worst) - 0.5
+    assert found.warnings == []
+
+    generous = alone[horizons[0]]
+    assert generous.effects["search"]["proposed"].debt_ratio == 0, "a flood within its contract"
+    now, then = (generous.effects["shop"][way].hit_ratio for way in ("present", "proposed"))
+    assert now > then + 0.01
+    (warning,) = generous.warnings
+    assert f"less than now: shop {then:.1%} instead of {now:.1%}. Try another --horizon" in warning
+    assert "search" not in warning
+    path, trace = config(tmp_path), tmp_path / "trace.jsonl"
+    write_trace(trace, traffic)
+    options = ["--blocks", 64, "--block-size", 4, "--config", path]
+    shown = run("calibrate", trace, *options, "--horizon", horizons[0]).stdout
+    assert f"Warning: {warning}" in shown
+    assert "Warning" not in run("calibrate", trace, *options).stdout
 
 
 def churning_traffic():
@@ -271,7 +322,7 @@ def test_a_servers_metrics_are_read_twice(tmp_path):
         ("http://127.0.0.1:9", [], "--config: missing, expected the server's configuration"),
         ("ftp://x", ["--blocks", 9, "--block-size", 4], "ftp://x: cannot be read: No such file"),
         ("once", ["--blocks", 9, "--block-size", 4], "once: timestamp: found no time between"),
-        ("fresh", ["--blocks", 9, "--block-size", 4], "fresh: --horizon: missing, expected secon"),
+        ("trace", ["--blocks", 1, "--block-size", 4], "trace: found no request that fits into 1"),
         ("gold", ["--blocks", 9, "--block-size", 4], "gold: line 1: contract: found 'gold', expec"),
         ("name", ["--blocks", 9, "--block-size", 4], "name: groups.a b: found the name 'a b', exp"),
     ],
@@ -280,7 +331,6 @@ def test_bad_input_gives_one_message(tmp_path, monkeypatch, source, options, mes
     monkeypatch.chdir(tmp_path)
     write_trace(tmp_path / "trace", known_traffic())
     write_trace(tmp_path / "once", known_traffic()[:1])
-    write_trace(tmp_path / "fresh", [request(i + 1, i, [i], "shop") for i in range(3)])
     write_trace(tmp_path / "gold", [request(i + 1, i, [1], "shop", "gold") for i in range(3)])
     write_trace(tmp_path / "name", [request(i + 1, i, [1], "a b") for i in range(3)])
     done = run("calibrate", source, *options, "--output", tmp_path / "out.yaml")

@@ -123,7 +123,7 @@ def test_the_proposal_and_the_debts_are_those_of_the_events(path):
     longer = from_events(heard, load_config(path), 400, 2.0, 2.0)
     assert longer.budget == 200  # 50 a second, burst 100: 200 blocks owed, paid in 4 s
     assert longer.effects["search"]["proposed"].debt_ratio == pytest.approx(4 / 20)
-    assert found.warnings == ["5 more blocks were created by nobody whom --config names."]
+    assert found.warnings == ["5 more blocks were created by nobody whom --config names"]
     assert found.effects[None]["measured"].hit_ratio is None
 
     silent = Heard(20.0, [], {}, 0, 0)

@@ -9,10 +9,10 @@ what was created, and when, is charged to either contracts.
 
 from __future__ import annotations
 
+import itertools
 import math
-from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,24 @@ if TYPE_CHECKING:
     from prefixshield.evaluation.kv_events import Heard
     from prefixshield.top import Snapshot
 
-#: Without ``--horizon`` a block is to live until so many of all reuses have come.
-REUSE_QUANTILE = 0.95
+#: The horizons that are tried without ``--horizon``, in times of what a block lives for under LRU.
+#: Half of it is twice the budget: of all that is created then.
+HORIZON_FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+
+#: Who owes for more than this share of the time now, creates in excess.
+IN_EXCESS_FROM = 0.5
+
+#: A group whose hit ratio falls by this much has been harmed.
+HARM_FROM = 0.01
+
+TRY_ANOTHER = (
+    "Try another --horizon: a longer one if a flood owes too little, a shorter one if all owe most "
+    "of the time, or none, to have several tried"
+)
+NONE_IS_BETTER = (
+    "No horizon that was tried is better for the worst-off group: keep the present contracts, or "
+    "try a --horizon of your own"
+)
 
 #: Prompts up to this quantile are ordinary.
 ORDINARY_QUANTILE = 0.99
@@ -83,7 +99,9 @@ class Calibration:
     skipped: int = 0
     """Requests larger than the pool."""
     warnings: Sequence[str] = ()
-    """What to know before the proposal is put in force: sentences."""
+    """What to know before the proposal is put in force."""
+    losses: Mapping[float, float] | None = None
+    """What the worst-off group loses, 0-1, by the horizon tried, in seconds; None: none was."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -105,6 +123,10 @@ class Calibration:
             "budget": self.budget,
             "skipped": self.skipped,
             "warnings": list(self.warnings),
+            "horizons_tried": [
+                {"horizon_s": horizon, "worst_loss": loss}
+                for horizon, loss in (self.losses or {}).items()
+            ],
             "contracts": contracts,
             "groups": {
                 group: {"contract": contract, **ways(group)}
@@ -151,15 +173,18 @@ def from_trace(
     block_size: int,
     horizon_s: float | None,
     burst_horizon_s: float,
+    progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> Calibration:
     """Contracts for the traffic of a trace, and what a serial replay makes of them.
 
-    ``horizon_s`` None: the age within which `REUSE_QUANTILE` of all reuses of a block come.
+    ``horizon_s`` None: of `HORIZON_FACTORS` times what blocks live for under LRU, the one whose
+    contracts cost the worst-off group least (`worst_loss`); of equals, the nearest to LRU's.
     ``least_burst`` is the largest ordinary prompt under the contract (`ORDINARY_QUANTILE`).
+    ``progress`` is called with how many replays are done, of how many.
 
     Raises:
-        PrefixShieldError: the trace has no duration, no block is used twice and no horizon is
-            given, or it names a contract that is not configured.
+        PrefixShieldError: the trace has no duration, no request fits into the pool, or it names a
+            contract that is not configured.
 
     """
     if not requests or requests[-1].timestamp_ms <= requests[0].timestamp_ms:
@@ -175,37 +200,96 @@ def from_trace(
             )
         created[group, contract] += len(request.hash_ids)
         prompts[contract].append(len(request.hash_ids))
-    if horizon_s is None:
-        horizon_s = _reuse_horizon(requests, config)
     buckets = Counter(contract for _, contract in created)
     least_burst = {name: _quantile(sizes, ORDINARY_QUANTILE) for name, sizes in prompts.items()}
-    contracts = propose(
-        config.contracts, capacity_blocks, buckets, horizon_s, burst_horizon_s, least_burst
-    )
+    replays = 2 + (1 if horizon_s else len(HORIZON_FACTORS))
+    done = itertools.count(1)
+
+    def replayed(of_way: Config) -> tuple[dict[str | None, Effect], int]:
+        found = _replayed(of_way, capacity_blocks, requests, block_size)
+        progress(next(done), replays)
+        return found
+
+    def with_horizon(seconds: float) -> dict[str, ContractSection]:
+        return propose(
+            config.contracts, capacity_blocks, buckets, seconds, burst_horizon_s, least_burst
+        )
+
+    under_lru, skipped = replayed(config.model_copy(update={"policy": Lru.name}))
+    rate = under_lru[None].created_per_s
+    if not rate:
+        raise PrefixShieldError(f"found no request that fits into {capacity_blocks} blocks")
+    shielded = config.model_copy(update={"policy": Shield.name})
+    now, _ = replayed(shielded)
+    lifetime_s = capacity_blocks / rate
+    horizons = [horizon_s] if horizon_s else [factor * lifetime_s for factor in HORIZON_FACTORS]
+    tried = {
+        horizon: replayed(shielded.model_copy(update={"contracts": with_horizon(horizon)}))[0]
+        for horizon in horizons
+    }
+    losses = {
+        horizon: worst_loss(then, [under_lru, now, *tried.values()])
+        for horizon, then in tried.items()
+    }
+    chosen = min(losses, key=lambda horizon: (losses[horizon], abs(math.log(horizon / lifetime_s))))
+    contracts = with_horizon(chosen)
     contract_of: dict[str, str] = {}
     for group, contract in sorted(created, key=lambda key: -created[key]):
         contract_of.setdefault(group, contract)
     shown = dict.fromkeys(_payer(config, request)[0] for request in requests)
-    ways = {
-        LRU: config.model_copy(update={"policy": Lru.name}),
-        PRESENT: config.model_copy(update={"policy": Shield.name}),
-        PROPOSED: config.model_copy(update={"policy": Shield.name, "contracts": contracts}),
-    }
-    results = {
-        way: _replayed(of_way, capacity_blocks, requests, block_size)
-        for way, of_way in ways.items()
+    found = {LRU: under_lru, PRESENT: now, PROPOSED: tried[chosen]}
+    effects: dict[str | None, dict[str, Effect]] = {
+        group: {way: of_way[group] for way, of_way in found.items()} for group in (*shown, None)
     }
     return Calibration(
-        horizon_s,
+        chosen,
         burst_horizon_s,
-        capacity_blocks / horizon_s,
+        capacity_blocks / chosen,
         buckets,
         config,
         _with(config, contracts, contract_of),
         {group: contract_of[group] for group in shown},
-        {group: {way: results[way][0][group] for way in ways} for group in (*shown, None)},
-        skipped=results[LRU][1],
+        effects,
+        skipped=skipped,
+        warnings=_harmed(shown, effects, TRY_ANOTHER if horizon_s else NONE_IS_BETTER),
+        losses=None if horizon_s else losses,
     )
+
+
+def worst_loss(
+    then: Mapping[str | None, Effect], ways: Iterable[Mapping[str | None, Effect]]
+) -> float:
+    """What the worst-off group loses: its hit ratio then, against the best of its in all ways.
+
+    Rounded to a thousandth: what is less is a tie.
+    """
+
+    def ratio(of_way: Mapping[str | None, Effect], group: str | None) -> float:
+        return of_way[group].hit_ratio or 0.0
+
+    ways = list(ways)
+    groups = (group for group in then if group is not None)
+    return round(max(max(ratio(way, g) for way in ways) - ratio(then, g) for g in groups), 3)
+
+
+def _harmed(
+    groups: Iterable[str], effects: Mapping[str | None, Mapping[str, Effect]], advice: str
+) -> list[str]:
+    """A warning if groups that are not in excess hit less under the proposal than now."""
+    harmed = []
+    for group in groups:
+        now, then = effects[group][PRESENT], effects[group][PROPOSED]
+        if (now.debt_ratio or 0.0) > IN_EXCESS_FROM:
+            continue
+        before, after = now.hit_ratio or 0.0, then.hit_ratio or 0.0
+        if before - after >= HARM_FROM:
+            harmed.append(f"{group} {after:.1%} instead of {before:.1%}")
+    if not harmed:
+        return []
+    return [
+        "under the proposal, groups that are not in excess would hit less than now: "
+        f"{', '.join(harmed)}. {advice}"
+    ]
 
 
 def from_metrics(
@@ -363,12 +447,10 @@ def from_events(
     effects[None] = {MEASURED: total, PRESENT: Effect(), PROPOSED: Effect()}
     warnings = []
     if heard.strangers:
-        warnings.append(
-            f"{heard.strangers} more blocks were created by nobody whom --config names."
-        )
+        warnings.append(f"{heard.strangers} more blocks were created by nobody whom --config names")
     if heard.missing_batches:
         warnings.append(
-            f"{heard.missing_batches} batches of events are missing: more was created than shown."
+            f"{heard.missing_batches} batches of events are missing: more was created than shown"
         )
     return Calibration(
         horizon_s,
@@ -400,6 +482,12 @@ def contracts_table(found: Calibration) -> Table:
         f"The pool absorbs {found.budget:.3g} blocks/s if a block is to live for "
         f"{found.horizon_s:.3g} s. Refill rates in blocks/s, bursts in blocks."
     )
+    if found.losses:
+        table.caption += (
+            f" Of {len(found.losses)} horizons from {min(found.losses):.3g} s to "
+            f"{max(found.losses):.3g} s this costs the worst-off group least: "
+            f"{100 * found.losses[found.horizon_s]:.1f} points below its best."
+        )
     table.caption_justify = "left"
     return table
 
@@ -523,26 +611,6 @@ def _cells(
 def _payer(config: Config, request: TraceRequest) -> tuple[str, str]:
     group = request.group or config.default_group
     return group, request.contract or config.default_contract(group)
-
-
-def _reuse_horizon(requests: Iterable[TraceRequest], config: Config) -> float:
-    """Seconds, greater than 0."""
-    used: dict[tuple[str, int], float] = {}
-    ages = array("d")
-    for request in requests:
-        group, _ = _payer(config, request)
-        for block in request.hash_ids:
-            key = (group, block)
-            if (before := used.get(key)) is not None:
-                ages.append((request.timestamp_ms - before) / 1000)
-            used[key] = request.timestamp_ms
-    horizon_s = _quantile(ages, REUSE_QUANTILE) if ages else 0.0
-    if horizon_s <= 0:
-        raise PrefixShieldError(
-            "--horizon: missing, expected seconds: the trace does not tell how long blocks are "
-            "to live, since they are hardly ever used again"
-        )
-    return horizon_s
 
 
 def _quantile(values: Iterable[float], quantile: float) -> float:
