@@ -240,6 +240,13 @@ def calibrate(
     for name, seconds in given.items():
         if seconds is not None and not 0 < seconds < float("inf"):
             raise PrefixShieldError(f"{name}: found {seconds}, expected more than 0 seconds")
+    for name, path in {"--output": output, "--picture": picture}.items():
+        for read in (config, Path(source)):
+            if path and read and path.resolve() == read.resolve():
+                raise PrefixShieldError(
+                    f"{name}: found {path}, which is read, expected another file: a proposal is "
+                    "put in force by moving it into place"
+                )
     if source.startswith(("http://", "https://")):
         from prefixshield.top import fetch
 

@@ -312,6 +312,22 @@ def test_a_servers_metrics_are_read_twice(tmp_path):
     assert load_config(output).contracts["small"].refill_rate > 10
 
 
+@pytest.mark.parametrize("option", ["--output", "--picture"])
+@pytest.mark.parametrize("read", ["tenants.yaml", "link.yaml", "trace"])
+def test_what_is_read_is_not_written_over(tmp_path, monkeypatch, option, read):
+    monkeypatch.chdir(tmp_path)
+    live = config(tmp_path).read_text()
+    write_trace(tmp_path / "trace", known_traffic())
+    (tmp_path / "link.yaml").symlink_to("tenants.yaml")
+    options = ["--blocks", 9, "--block-size", 4, "--config", "tenants.yaml"]
+    done = run("calibrate", "trace", *options, option, tmp_path / read)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{option}: found {tmp_path / read}, which is read, expected another")
+    assert (tmp_path / "tenants.yaml").read_text() == live
+    assert len(read_trace(tmp_path / "trace", 4)) == len(known_traffic())
+
+
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
