@@ -11,6 +11,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from prefixshield.serving.child_server import interrupt_by_signals
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo and return its exit status."""
@@ -23,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run only this server (default: native vLLM, then PrefixShield)",
     )
     options = parser.parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end like Ctrl-C: through the cleaning up
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    interrupt_by_signals()
     try:
         from demo.run import run  # takes seconds, in which Ctrl-C is to work too
 

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from demo.server import MODEL_FOLDER, TENANTS_FILE, make_server
 from prefixshield.config import load_config, operator_key
 from prefixshield.errors import PrefixShieldError
-from prefixshield.serving.child_server import MODEL_NAME, ServerError, free_port
+from prefixshield.serving.child_server import (
+    MODEL_NAME,
+    ServerError,
+    free_port,
+    interrupt_by_signals,
+)
 from prefixshield.serving.wiring import OPERATOR_KEY_VARIABLE
 
 USUAL_PORT = 8000
@@ -24,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--port", type=int, help=f"default: {USUAL_PORT}, or a free one where that is in use"
     )
     options = parser.parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end like Ctrl-C: through the cleaning up
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
+    interrupt_by_signals()
     try:
         return _serve(options.port)
     except KeyboardInterrupt:

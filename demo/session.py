@@ -38,7 +38,7 @@ from demo.traffic import BLOCK_SIZE_TOKENS, TENANTS, Outcome
 from prefixshield.config import Config, RecordSection, dump_config, load_config, operator_key
 from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation.results import provenance, replace_files
-from prefixshield.serving.child_server import ChildServer
+from prefixshield.serving.child_server import ChildServer, interrupt_by_signals
 from prefixshield.serving.routes import PAGE_PATH
 from prefixshield.serving.tiny_model import write_tiny_model
 from prefixshield.serving.wiring import OPERATOR_KEY_VARIABLE
@@ -74,8 +74,7 @@ _ROWS = "[...document.querySelectorAll('#groups tr')].map(r => [...r.cells].map(
 
 def main() -> int:
     """Run the session and return its exit status."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end like Ctrl-C: through the cleaning up,
-        signal.signal(number, signal.default_int_handler)  # where SIGINT itself is ignored too
+    interrupt_by_signals()
     try:
         _run()
     except PrefixShieldError as error:

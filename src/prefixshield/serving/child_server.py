@@ -117,6 +117,7 @@ class ChildServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ChildServer:
+        interrupt_by_signals()
         try:
             with interrupts_deferred():
                 self._process = self._spawn()
@@ -214,15 +215,30 @@ class ChildServer:
         return f"; the end of {os.path.relpath(self.log)}:\n{end}"
 
 
+#: What ends a command that has a server.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def interrupt_by_signals() -> None:
+    """From now on SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt: whoever has a server ends it.
+
+    SIGINT does so even where a shell has started us with ``&``, and so with that signal ignored;
+    ``nohup``'s SIGHUP stays ignored.
+    """
+    for number in _ENDING:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM for the block, and deliver one afterwards if any came."""
+    """Hold back what ends us for the block, and deliver one afterwards if any came."""
     caught: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, note) for number in _ENDING}
     try:
         yield
     finally:
