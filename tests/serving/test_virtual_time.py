@@ -17,6 +17,7 @@ from prefixshield.traces.pollution import ATTACKER, VICTIM, Load
 pytest.importorskip("vllm")
 
 from prefixshield.evaluation.virtual_time import prefill_capacity, run_virtual_time
+from prefixshield.serving.reload import LiveConfig
 
 pytestmark = pytest.mark.engine
 
@@ -47,6 +48,19 @@ def test_times_add_up():
     assert run.duration_s == pytest.approx(0.0414)
     assert run.materialised == {"a": 6}
     assert run.peak_blocks == {"a": 6}
+
+
+def test_the_configuration_is_left_alone_once_the_run_has_begun(monkeypatch):
+    """Its file is gone with the run, while the watcher may live as long as the scheduler."""
+    kept = []
+    watch = LiveConfig.watch
+    monkeypatch.setattr(LiveConfig, "watch", lambda live: (kept.append(live), watch(live)))
+    one = workload((0.0, 33, 1, (0, 1), "a"))
+    run_virtual_time(one, workload_config(one, "shield"), 63, COSTS)
+    (live,) = kept
+    assert not live.path.exists()
+    live.look(at_once=True)
+    assert live.refused == 0
 
 
 def test_namespaces_and_debts():

@@ -100,6 +100,7 @@ class Soak:
         self._plane = plane
         self._scheduler = plane.scheduler
         self._pool = plane.scheduler.kv_cache_manager.block_pool
+        plane.scheduler.keep_configuration()  # type: ignore[attr-defined]
         self._driver: PolicyDriver = plane.scheduler.driver  # type: ignore[attr-defined]
         self._now = 0.0
         self._driver.clock = lambda: self._now

@@ -76,6 +76,7 @@ class _Engine:
             build_scheduler, plane_config, capacity_blocks + 1, workload.block_size
         )
         self._scheduler = cast(ShieldScheduler, self._plane.scheduler)
+        self._scheduler.keep_configuration()
         self._driver = self._scheduler.driver
         self._driver.clock = lambda: self._now_ms / 1000
         self._cached_tokens: dict[str, int] = {}

@@ -83,17 +83,26 @@ class LiveConfig:
         """Versions accepted since the start."""
         self.refused = 0
         """Versions refused since the start."""
+        self._stopped = threading.Event()
 
     def watch(self) -> None:
-        """Look at the file from time to time for as long as this object lives."""
+        """Look at the file from time to time while this object lives, or until ``stop``."""
+        arguments = weakref.ref(self), self._stopped
         watcher = threading.Thread(
-            target=_watch, args=(weakref.ref(self),), name="prefixshield-reload", daemon=True
+            target=_watch, args=arguments, name="prefixshield-reload", daemon=True
         )
         watcher.start()
+
+    def stop(self) -> None:
+        """What is in force stays in force, whatever becomes of the file."""
+        with self._lock:
+            self._stopped.set()
 
     def look(self, at_once: bool = False) -> None:
         """Put the file in force if it is another version; ``at_once``: even if just written."""
         with self._lock:
+            if self._stopped.is_set():
+                return
             stamp = self._stamp_now()
             if stamp == self._stamp:
                 return
@@ -155,14 +164,13 @@ class LiveConfig:
             raise ConfigError("\n".join(f"{self.path}: {line}" for line in problems))
 
 
-def _watch(reference: weakref.ref[LiveConfig]) -> None:
-    while (live := reference()) is not None:
+def _watch(reference: weakref.ref[LiveConfig], stopped: threading.Event) -> None:
+    while not stopped.wait(INTERVAL_S) and (live := reference()) is not None:
         try:
             live.look()
         except Exception:  # the next version may do better
             _log.exception("PrefixShield: %s cannot be read again", live.path)
         del live
-        time.sleep(INTERVAL_S)
 
 
 def _digest(content: bytes) -> bytes:

@@ -166,6 +166,10 @@ class _Shielding(Scheduler):
         if config.record != before.config.record:
             self._record(config.record)
 
+    def keep_configuration(self) -> None:
+        """From now on the configuration file may change or go; what is in force stays so."""
+        self._live.stop()
+
     def _record(self, settings: RecordSection | None) -> None:
         """End the recording, and begin another if there is to be one."""
         if self._recorder is not None:
