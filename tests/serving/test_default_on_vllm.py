@@ -254,6 +254,18 @@ def test_what_a_lost_predecessor_leaves_is_evicted_first_and_counted():
     assert_pool_is_sound(manager)
 
 
+def test_in_the_shadow_orphans_go_in_native_order_and_are_counted():
+    manager, driver = default_manager(lambda: 0.0)
+    driver.shadow = True
+    serve(manager, "chain", range(5 * BLOCK_SIZE))  # blocks 1 to 5, the last one first in order
+    serve(manager, "other", range(500, 500 + 19 * BLOCK_SIZE), "b")
+    manager.evict_blocks({2})
+    serve(manager, "new", range(900, 900 + 5 * BLOCK_SIZE), "c")  # 5 4 3, the free one, 1
+    assert driver.counts["orphans",] == 3
+    assert driver.counts["lost", "a", "order"] == 4
+    assert_pool_is_sound(manager)
+
+
 def test_a_sliding_window_group_makes_no_chains():
     manager, driver = default_manager(lambda: 0.0, sliding_window=8)
     serve(manager, "1", range(9 * BLOCK_SIZE))

@@ -137,6 +137,7 @@ class AdaptiveShield(Policy):
     def evicted(self, blocks: Sequence[int]) -> None:
         self.order.mark_full()
         for block in blocks:
+            self.orphans_evicted += block in self._orphans
             if self.order.retention(block) is RetentionClass.PROBATIONARY:
                 self._become_ghost(block)
             self.forget(block)

@@ -81,7 +81,8 @@ class Policy(ABC):
     def __init__(self, setup: PolicySetup) -> None:
         self.capacity_blocks = setup.capacity_blocks
         self.orphans_evicted = 0
-        """Victims that no lookup could reach, since start; 0: the policy does not look for them."""
+        """Victims that no lookup could reach, whoever chose them, since start; 0: the policy does
+        not look for them."""
         self.causes: Sequence[tuple[str, int]] = ()
         """Why the latest victims were taken: (cause, how many), in their order; see ``CAUSES``.
         Empty: all by the policy's order."""

@@ -175,9 +175,7 @@ class PolicyDriver:
         """
         access = self.current or self.access(self.default)
         victims = self._guarded(self._victims, count, access) or ()
-        if orphans := self.policy.orphans_evicted - self._orphans_counted:
-            self.counts["orphans",] += orphans
-            self._orphans_counted += orphans
+        self._count_orphans()
         return victims
 
     def disbelieve(self, victims: Sequence[int], count: int) -> None:
@@ -201,6 +199,7 @@ class PolicyDriver:
                 self.resident[owner] -= lost
         if self.shadow:
             self._guarded(self.policy.evicted, blocks)
+            self._count_orphans()
         self.counts["fallbacks",] += self.failed
 
     def reset(self) -> None:
@@ -237,6 +236,11 @@ class PolicyDriver:
     def remembered(self) -> Mapping[str, int]:
         """How much the policy remembers, by group; empty when it does not or has failed."""
         return self._guarded(self.policy.remembered) or {}
+
+    def _count_orphans(self) -> None:
+        if orphans := self.policy.orphans_evicted - self._orphans_counted:
+            self.counts["orphans",] += orphans
+            self._orphans_counted += orphans
 
     def _allocating_group(self) -> str:
         return self.current.group if self.current else self.default.group
