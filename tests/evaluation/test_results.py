@@ -1,11 +1,18 @@
 """Results as files: resumable, replaced as a whole, typed when read back."""
 
 import json
+import subprocess
 
 import pytest
 
 from prefixshield.errors import PrefixShieldError
-from prefixshield.evaluation.results import COLUMNS, ResultsFolder, read_rows, summarise
+from prefixshield.evaluation.results import (
+    COLUMNS,
+    ResultsFolder,
+    _commit,
+    read_rows,
+    summarise,
+)
 from prefixshield.evaluation.run import Outcome, Run
 from prefixshield.evaluation.statistics import estimate, percentile
 from prefixshield.traces import TraceRequest
@@ -67,6 +74,36 @@ def test_complete_results_are_read_back_and_not_run_again(tmp_path):
     assert read_rows(tmp_path) == [row(0), row(1)]
     assert ResultsFolder(tmp_path, {"seed": 1}).finished_rows() == [row(0), row(1)]
     assert json.loads((tmp_path / "experiment.json").read_text()) == {"seed": 1}
+
+
+def test_the_commit_is_marked_when_what_decides_results_has_changed(tmp_path):
+    def git(*arguments):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        done = ["git", "-C", tmp_path, *who, *arguments]
+        return subprocess.run(done, check=True, capture_output=True, text=True).stdout.strip()
+
+    source, trace = tmp_path / "src" / "package" / "results.py", tmp_path / "traces" / "one.jsonl"
+    for path in (source, trace, tmp_path / "README.md"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1")
+    assert _commit(source) is None, "no repository"
+    git("init")
+    assert _commit(source) is None, "it is not in that repository: an environment below another's"
+    git("add", ".")
+    git("commit", "-m", "one")
+    commit = git("rev-parse", "HEAD")
+    assert _commit(source) == commit
+    (tmp_path / "README.md").write_text("2")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "runs.csv").write_text("2")
+    assert _commit(source) == commit
+    trace.write_text("2")
+    assert _commit(source) == f"{commit} with changes"
+    git("commit", "-am", "two")
+    assert _commit(source) == git("rev-parse", "HEAD") != commit
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "new.py").write_text("2")
+    assert _commit(source).endswith(" with changes")
 
 
 def test_unreadable_results_are_named(tmp_path):

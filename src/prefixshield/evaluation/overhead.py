@@ -40,6 +40,7 @@ COLUMNS = (
 
 def run_overhead(results: Path, on_progress: Callable[[int, int], None]) -> Path:
     """Measure, write ``overhead.csv`` and ``experiment.json``, and return their folder."""
+    made_on = provenance()
     rows: list[dict[str, Any]] = []
     on_progress(0, len(SETTINGS) * len(BATCHES))
     for capacity_blocks, groups in SETTINGS:
@@ -67,7 +68,7 @@ def run_overhead(results: Path, on_progress: Callable[[int, int], None]) -> Path
         "title": "Prototype overhead: selection and metadata",
         "command": "prefixshield experiment overhead",
         "rounds": ROUNDS,
-        **provenance(),
+        **made_on,
     }
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")

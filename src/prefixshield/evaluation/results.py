@@ -31,6 +31,12 @@ KEYS = ("engine", "variant", "policy", "seed")
 #: Columns that hold a JSON object by group, or by "owner by causer".
 _OBJECTS = ("materialised", "evicted", "promoted", "peak_blocks", "mean_debt_blocks")
 
+#: What decides results, at the top of the repository; documents, tests and results do not.
+_DECIDES = (
+    *("src", "demo", "prototype", "scripts", "traces", "requirements"),
+    *("pyproject.toml", "Makefile"),
+)
+
 COLUMNS = (
     *KEYS,
     *("requests", "measured", "failed", "hit_ratio", "ttft_p50_ms", "ttft_p95_ms"),
@@ -170,21 +176,29 @@ def _parse(line: str) -> Any:
         return None
 
 
-def _commit() -> str | None:
-    """The commit of the sources, marked when they differ from it; None: not in a repository."""
-    here = Path(__file__).parents[1]
+def _commit(source: Path = Path(__file__)) -> str | None:
+    """The commit, marked when what decides results differs from it.
+
+    None: not in a repository, or in one that is not the source file's own.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(
-                ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+                ["git", "-C", str(source.parent), *arguments],
+                capture_output=True,
+                text=True,
+                check=True,
             )
         except (OSError, subprocess.CalledProcessError):
             return None
         return done.stdout.strip()
 
+    if git("ls-files", "--error-unmatch", str(source)) is None:
+        return None
     commit = git("rev-parse", "HEAD")
-    return f"{commit} with changes" if commit and git("status", "--porcelain", ".") else commit
+    changed = git("status", "--porcelain", "--", *(f":(top){name}" for name in _DECIDES))
+    return commit if changed == "" else f"{commit} with changes"
 
 
 def _cpu() -> str:

@@ -250,6 +250,7 @@ def main(
 ) -> None:
     """Run every policy for so many steps and write what was seen; fails at the first fault."""
     init_none_hash(sha256)
+    made_on = provenance()
     runs = []
     for policy, preset in SUBJECTS:
         with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +262,7 @@ def main(
             "blocks": BLOCKS,
             "groups": groups,
             "runs": runs,
-            **provenance(),
+            **made_on,
         }
         replace_files(output, {"summary.json": json.dumps(summary, indent=2) + "\n"})
         typer.echo(f"{output / 'summary.json'}: {policy}, preset {preset}, {steps} steps")
