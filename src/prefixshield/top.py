@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
+from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group
@@ -101,9 +102,9 @@ def fetch(url: str) -> Snapshot:
             f": {OPERATOR_KEY_VARIABLE} must hold the operator's key" if error.code == 401 else ""
         )
         raise PrefixShieldError(f"{address}: answers {error.code}{hint}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise PrefixShieldError(f"{address}: cannot be read: {reason}") from None
+        raise PrefixShieldError(f"{address}: cannot be read: {str(reason).strip()}") from None
     if not snapshot.values:
         raise PrefixShieldError(f"{address}: found no metrics of PrefixShield, expected some")
     return snapshot

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -310,6 +311,27 @@ def test_a_servers_metrics_are_read_twice(tmp_path):
     assert " 0.2500 " in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert load_config(output).contracts["small"].refill_rate > 10
+
+
+@pytest.mark.parametrize(
+    "answer", [b"no HTTP\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut"]
+)
+def test_an_answer_that_is_none_is_one_message(tmp_path, answer):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve():
+            with listening.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        done = run("calibrate", url, "--config", config(tmp_path))
+        serving.join()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{url}/metrics: cannot be read: ")
 
 
 @pytest.mark.parametrize("option", ["--output", "--picture"])
