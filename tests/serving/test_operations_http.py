@@ -225,3 +225,25 @@ def test_the_openai_sdk(server):
         client.files.list()
     by_gateway = sdk("sk-gateway", default_headers={"X-Tenant": "shop"})
     assert by_gateway.chat.completions.create(**asked).usage.completion_tokens == 4
+
+
+def test_ctrl_c_leaves_a_recording_of_whatever_had_ended(server, path):
+    """The terminal interrupts all processes at once, and vLLM kills its engine without waiting."""
+    recording = path.with_name("last.jsonl")
+    before = said(server, "was read again: record changed")
+    replace(path, f"{CONFIG}record: {{path: {recording}}}\n")
+    wait_until(lambda: said(server, "was read again: record changed") == before + 2)
+    assert [status(server, key) for key in ("sk-shop", "sk-bulk")] == [200, 200]
+    asked = {"model": "tiny", "prompt": "w1", "max_tokens": 1900, "ignore_eos": True}
+    headers = {"Authorization": "Bearer sk-shop"}
+    url = f"{server.base_url}/v1/completions"
+    with httpx.stream("POST", url, headers=headers, json={**asked, "stream": True}) as answer:
+        assert next(answer.iter_lines()).startswith("data:")
+        os.killpg(server.process.pid, signal.SIGINT)
+        server.process.wait(PATIENCE_S)
+    assert recording.read_bytes().endswith(b"}\n")
+    requests = read_trace(recording, BLOCK_SIZE)
+    assert [(r.group, r.input_length, r.output_length) for r in requests[:2]] == [
+        ("shop", BLOCK_SIZE, 1),
+        ("bulk", BLOCK_SIZE, 1),
+    ]

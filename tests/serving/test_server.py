@@ -162,7 +162,8 @@ def test_a_policy_that_raises_does_not_stop_the_server(start_server, tiny_model,
     faulty = str(Path(__file__).with_name("faulty_policy"))
     # Two front ends: each step's statistics reach one of them.
     options = ["--num-gpu-blocks-override", "65", "--api-server-count", "2"]
-    server = start_server(tiny_model, config, options, env={"PYTHONPATH": faulty})
+    server = start_server(tiny_model, config, options, env={"PYTHONPATH": faulty}, by_command=True)
+    assert "Started 2 API server processes" in server.log_path.read_text()
     flood(server)
     hot = list(range(5, 5 + 321))
     complete(server, "sk-victim", hot)
@@ -192,8 +193,7 @@ def test_prefixshield_serve_starts_what_the_plain_options_start(config, tmp_path
         check=True,
     )
     command = run.stdout.splitlines()
-    assert command[1:3] in (["serve", "some/model"], ["-m", "vllm.entrypoints.openai.api_server"])
-    assert "some/model" in command
+    assert command[command.index("serve") :][:2] == ["serve", "some/model"]
     assert "--scheduler-cls=prefixshield.serving.scheduler.build_scheduler" in command
     assert "--middleware=prefixshield.serving.identity.IdentityMiddleware" in command
     additional = next(word for word in command if word.startswith("--additional-config="))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,14 +72,18 @@ def command(model: str, options: Sequence[str]) -> list[str]:
     distribution, _ = hooks.installed_vllm()
     if distribution == "vllm":
         return [_vllm_script(), "serve", model, *options]
-    # The console script of the CPU wheel looks for a distribution called vllm and fails.
-    module = "vllm.entrypoints.openai.api_server"
-    return [sys.executable, "-m", module, "--model", model, *options]
+    module = "prefixshield.serving.vllm_command"
+    return [sys.executable, "-m", module, "serve", model, *options]
 
 
 def serve(model: str, config: Path, options: Sequence[str]) -> None:
-    """Replace this process with vLLM's server; returns only by raising."""
+    """Replace this process with vLLM's server; returns only by raising.
+
+    SIGHUP is ignored from here on, in whatever process does not handle it: the one that watches
+    over several front ends would die of it and leave all others running.
+    """
     words = serve_command(model, config, options)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.execv(words[0], words)
 
 
