@@ -21,11 +21,11 @@ def test_a_group_loses_none_that_is_within_its_fair_share(script):
     ghosts = Ghosts(CAPACITY)
     latest = {group: {} for group in GROUPS}  # hash → maker, the one remembered last at the end
     for group in GROUPS:  # all are known from the start
-        ghosts.remember(group, "first", "maker")
+        ghosts.remember(group, ["first"], ["maker"])
         latest[group]["first"] = "maker"
     for number, (group, block_hash, call) in enumerate(script):
         if call == "r":
-            ghosts.remember(group, block_hash, number)
+            ghosts.remember(group, [block_hash], [number])
             latest[group].pop(block_hash, None)
             latest[group][block_hash] = number
         else:
@@ -44,13 +44,13 @@ def test_a_group_loses_none_that_is_within_its_fair_share(script):
 def test_a_lone_group_may_have_them_all_until_others_come():
     ghosts = Ghosts(10)
     for number in range(100):
-        ghosts.remember("flood", number, "maker")
+        ghosts.remember("flood", [number], ["maker"])
     assert ghosts.size("flood") == len(ghosts) == 9
     for number in range(4):
-        ghosts.remember("quiet", number, "maker")
+        ghosts.remember("quiet", [number], ["maker"])
     assert (ghosts.size("flood"), ghosts.size("quiet")) == (5, 4)
     for number in range(100, 200):
-        ghosts.remember("flood", number, "maker")
+        ghosts.remember("flood", [number], ["maker"])
     assert all(ghosts.recall("quiet", [number])[0] for number in range(4))
     assert not ghosts.recall("flood", [194])[0]
     assert ghosts.recall("flood", [199])[0]
@@ -59,5 +59,5 @@ def test_a_lone_group_may_have_them_all_until_others_come():
 def test_more_groups_than_ghosts_stay_within_the_bound():
     ghosts = Ghosts(1)
     for number in range(50):
-        ghosts.remember(f"g{number}", number, "maker")
+        ghosts.remember(f"g{number}", [number], ["maker"])
         assert len(ghosts) <= 1

@@ -39,7 +39,7 @@ class NaiveMiniature:
         excess = max(0, len(order.group) + len(missing) - self.capacity)
         for key, retention in order.take(excess, self.rule, debts, weights):
             if retention == 0:
-                self.ghosts.remember(*key, "maker")
+                self.ghosts.remember(key[0], [key[1]], ["maker"])
         for key in missing:
             order.admit(key, key[0], self.ghosts.recall(key[0], [key[1]]) != [None])
         order.release(keys[::-1])
@@ -86,8 +86,8 @@ def test_on_a_pool_no_larger_than_a_miniature_each_is_a_replay_of_its_rule(scrip
             value[rule] = value[rule] * fade + proven + (1 - discount) * unproven
             served[rule] = served[rule] * fade + len(hits)
             mini.order.check()
-            cached = {mini._key[block] for block in mini.order.candidates()}
-            assert cached == mini._block.keys() == set(model.order.waiting)
+            assert set(mini._block.values()) == mini.order.candidates()
+            assert mini._block.keys() == set(model.order.waiting)
             assert mini.value / trial._gain == pytest.approx(value[rule])
             assert mini.served / trial._gain == pytest.approx(served[rule])
         t = ledger.now(t + wait)

@@ -109,7 +109,7 @@ class Life(RuleBasedStateMachine):
             assert self.policy.retention_class(block) == retention, "what the log will say"
             if retention == RetentionClass.PROBATIONARY:
                 maker, block_hash = self.made[block]
-                self.ghosts.remember(maker.group, block_hash, maker.request_id)
+                self.ghosts.remember(maker.group, [block_hash], [maker.request_id])
             del self.made[block]
         self.settle()
 

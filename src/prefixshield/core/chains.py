@@ -94,25 +94,32 @@ class Chains:
                 back += self._turn(self._following(link), reachable=True)
         return back
 
-    def remove(self, block: int) -> Sequence[int]:
-        """A block is cached no more; returns the blocks that become orphans thereby."""
-        link = self._link[block]
-        self._link[block] = _NONE
-        if link in self._copies:
-            self._remove_copy(link, block)
-            return ()
-        self._block[link] = _NONE
-        before = self._parent[link]
-        if before != _NONE:
-            self._parent[link] = _NONE
-            self._follow_no_more(before, link)
-            if self._block[before] == _NONE and self._child[before] == _NONE:
-                self._forget(before)
-        if self._child[link] == _NONE:
-            self._forget(link)
-            return ()
-        self.broken = True
-        return self._turn(self._following(link), reachable=False)
+    def remove(self, blocks: Iterable[int]) -> list[int]:
+        """Blocks are cached no more; returns those that became orphans thereby, one by one.
+
+        Among them are blocks that were removed after the one that orphaned them.
+        """
+        link_of, parents, children = self._link, self._parent, self._child
+        lost: list[int] = []
+        for block in blocks:
+            link = link_of[block]
+            link_of[block] = _NONE
+            if self._copies and link in self._copies:
+                self._remove_copy(link, block)
+                continue
+            self._block[link] = _NONE
+            before = parents[link]
+            if before != _NONE:
+                parents[link] = _NONE
+                self._follow_no_more(before, link)
+                if self._block[before] == _NONE and children[before] == _NONE:
+                    self._forget(before)
+            if children[link] == _NONE:
+                self._forget(link)
+            else:
+                self.broken = True
+                lost += self._turn(self._following(link), reachable=False)
+        return lost
 
     def _remove_copy(self, link: int, block: int) -> None:
         """One of several blocks under a key is cached no more."""

@@ -44,30 +44,28 @@ class Ghosts:
         """Ghosts of all groups."""
         return self._count
 
-    def remember(self, group: str, block_hash: Hashable, maker: Hashable) -> None:
-        """A block that the request ``maker`` materialised was evicted unproven. O(log groups)."""
+    def remember(self, group: str, hashes: Iterable[Hashable], makers: Iterable[Hashable]) -> None:
+        """Blocks were evicted unproven; the requests that materialised them. O(log groups) each."""
         own = self._groups.get(group)
         if own is None:
             own = self._groups[group] = _Group(len(self._numbered))
             self._numbered.append(own)
         ghosts = own.ghosts
-        if block_hash in ghosts:
-            ghosts.move_to_end(block_hash)
+        share = self._limit // len(self._groups)
+        for block_hash, maker in zip(hashes, makers, strict=True):
+            before = len(ghosts)
             ghosts[block_hash] = maker
-            return
-        ghosts[block_hash] = maker
-        if len(ghosts) > own.bound:
-            own.bound = len(ghosts) + _SLACK
-            heappush(self._heap, (-own.bound, own.number))
-            if len(self._heap) > 2 * len(self._groups) + 16:
-                self._heap = [(-one.bound, one.number) for one in self._numbered]
-                heapify(self._heap)
-        self._count += 1
-        if self._count > self._limit:
-            if len(ghosts) * len(self._groups) <= self._limit:  # it has no more than its share
-                ghosts = self._largest().ghosts
-            ghosts.popitem(last=False)
-            self._count -= 1
+            if len(ghosts) == before:
+                ghosts.move_to_end(block_hash)
+                continue
+            if before >= own.bound:
+                self._rank(own)
+            if self._count < self._limit:
+                self._count += 1
+            elif before >= share:
+                ghosts.popitem(last=False)
+            else:  # with this one it has no more than its share
+                self._largest().ghosts.popitem(last=False)
 
     def recall(self, group: str, hashes: Iterable[Hashable]) -> list[Hashable | None]:
         """The makers of blocks that were lost, whose ghosts are laid to rest; None: no ghost."""
@@ -87,6 +85,14 @@ class Ghosts:
     def sizes(self) -> dict[str, int]:
         """Number of ghosts remembered, by group."""
         return {name: len(group.ghosts) for name, group in self._groups.items()}
+
+    def _rank(self, group: _Group) -> None:
+        """A group has more ghosts than the heap has it with."""
+        group.bound = len(group.ghosts) + _SLACK
+        heappush(self._heap, (-group.bound, group.number))
+        if len(self._heap) > 2 * len(self._groups) + 16:
+            self._heap = [(-one.bound, one.number) for one in self._numbered]
+            heapify(self._heap)
 
     def _largest(self) -> _Group:
         """The group with the most ghosts, of several the one seen first."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from itertools import product
+from itertools import product, repeat
 from zlib import crc32
 
 from prefixshield.core.ghosts import Ghosts
@@ -45,7 +45,7 @@ class Miniature:
         self.ghosts = Ghosts(capacity)
         self._capacity = capacity
         self._block: dict[Key, int] = {}  # where each key is cached
-        self._key: list[Key | None] = [None] * capacity  # of each block
+        self._hash: list[Hashable] = [None] * capacity  # of each block
         self._free = list(range(capacity))
         self.value = 0.0
         """Blocks served, as they count for debts; faded."""
@@ -74,7 +74,7 @@ class Miniature:
             new = [self._free.pop() for _ in missing]
             for key, block in zip(missing, new, strict=True):
                 self._block[key] = block
-                self._key[block] = key
+                self._hash[block] = key[1]
             order.admit(new, group, [maker is not None for maker in makers])
         order.append([self._block[key] for key in reversed(keys)])
         return hits[0], hits[1]
@@ -82,12 +82,11 @@ class Miniature:
     def _make_room(self, count: int, t: float) -> None:
         """Lose blocks until so many are free."""
         for queue, blocks in self.order.take(max(0, count - len(self._free)), t):
-            for block in blocks:
-                key = self._key[block]
-                assert key is not None, "it was cached"
-                del self._block[key]
-                if queue.retention is RetentionClass.PROBATIONARY:
-                    self.ghosts.remember(*key, _SOMEBODY)
+            hashes = [self._hash[block] for block in blocks]
+            for block_hash in hashes:
+                del self._block[queue.group, block_hash]
+            if queue.retention is RetentionClass.PROBATIONARY:
+                self.ghosts.remember(queue.group, hashes, repeat(_SOMEBODY, len(hashes)))
             self._free += blocks
 
 

@@ -114,18 +114,19 @@ class AdaptiveShield(Policy):
         self._taken = taken
         while self._orphans and len(taken) < count:
             block, _ = self._orphans.popitem(last=False)
-            taken[block] = self.order.retention(block) or RetentionClass.PROBATIONARY
+            taken[block] = retention = self.order.retention(block) or RetentionClass.PROBATIONARY
+            if retention is RetentionClass.PROBATIONARY:
+                self._become_ghosts([block])
             self.order.drop(block)
         orphans = len(taken)
         self.orphans_evicted += orphans
         for queue, blocks in self.order.take(count - orphans, t):
             taken.update(dict.fromkeys(blocks, queue.retention))
+            if queue.retention is RetentionClass.PROBATIONARY:
+                self._become_ghosts(blocks)
         called_in = self.order.called_in
         rest = count - orphans - called_in
         self.causes = ((ORPHAN, orphans), (DEBT, called_in), (ORDER, rest))
-        for block, retention in taken.items():
-            if retention is RetentionClass.PROBATIONARY:
-                self._become_ghost(block)
         victims = list(taken)
         self._lose(victims)
         return victims
@@ -139,7 +140,7 @@ class AdaptiveShield(Policy):
         for block in blocks:
             self.orphans_evicted += block in self._orphans
             if self.order.retention(block) is RetentionClass.PROBATIONARY:
-                self._become_ghost(block)
+                self._become_ghosts([block])
             self.forget(block)
 
     def reconfigure(
@@ -194,9 +195,12 @@ class AdaptiveShield(Policy):
             return 0.0
         return CATCH_UP_BELOW * self.trial.proven_part * self.order.capacity_blocks
 
-    def _become_ghost(self, block: int) -> None:
-        origin = self._made(block)
-        self.ghosts.remember(origin.account.group, self._chains.key(block), origin.request_id)
+    def _become_ghosts(self, blocks: Sequence[int]) -> None:
+        """Unproven blocks of one group are evicted."""
+        makers = [self._made(block) for block in blocks]
+        hashes = map(self._chains.key, blocks)
+        group = makers[0].account.group
+        self.ghosts.remember(group, hashes, [maker.request_id for maker in makers])
 
     def _made(self, block: int) -> Origin:
         origin = self._origin[block]
@@ -208,10 +212,10 @@ class AdaptiveShield(Policy):
         for block in blocks:
             self._origin[block] = None
             self.order.drop(block)
-            for orphan in self._chains.remove(block):
-                if self.order.is_candidate(orphan):
-                    self.order.remove(orphan)
-                    self._orphans[orphan] = None
+        for orphan in self._chains.remove(blocks):
+            if self.order.is_candidate(orphan):
+                self.order.remove(orphan)
+                self._orphans[orphan] = None
 
     def _come_back(self, blocks: Iterable[int]) -> None:
         """Blocks can be reached again."""

@@ -70,7 +70,7 @@ class PolicyDriver:
         self.resident: Counter[str] = Counter()
         """Cached blocks by owner, held ones included."""
         self.candidate_count = 0
-        """Free blocks with content; the policy's candidates, if it is told of them."""
+        """Free blocks with content, the policy's candidates; counted while it is told of them."""
         self._orphans_counted = 0
         self._denied_counted = 0
         share = policy.share_blocks
@@ -82,6 +82,11 @@ class PolicyDriver:
     def native(self) -> bool:
         """Whether victims leave in native order."""
         return self.shadow or not self.told
+
+    @property
+    def follows_candidates(self) -> bool:
+        """Whether it matters which blocks become free and are held again."""
+        return self.told or self.shares is not None
 
     def access(
         self, identity: Identity, request_id: str = "", prefix_id: str | None = None

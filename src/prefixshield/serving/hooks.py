@@ -187,7 +187,8 @@ HOOKS: Sequence[Hook] = (
 #: What the plug-in reads or sets without calling it: class → attributes. An empty string: only the
 #: class itself matters.
 READS: Mapping[str, str] = {
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null",
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash _block_hash "
+    "is_null prev_free_block",
     _QUEUE: "num_free_blocks get_all_free_blocks",
     _POOL: "blocks free_block_queue num_gpu_blocks cached_block_hash_to_block",
     _MANAGER: "block_pool coordinator watermark_blocks",

@@ -7,7 +7,8 @@ each method calls vLLM's own and tells the driver. Every override has a row in `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple, cast
 
 from vllm.v1.core.block_pool import BlockPool
@@ -41,13 +42,8 @@ class ShieldQueue(FreeKVCacheBlockQueue):
         driver = self.driver
         blocks = [] if driver.native else self._chosen(n)
         if len(blocks) < n:
-            truly_free = max(0, self.num_free_blocks - driver.candidate_count)
             rest = super().popleft_n(n - len(blocks))
-            if self.scattered or self.unhashed_at_the_end:
-                hashed = [block for block in rest if block.block_hash is not None]
-            else:
-                hashed = rest[truly_free:]
-            driver.evicted([block.block_id for block in hashed])
+            driver.evicted([block.block_id for block in rest if block._block_hash is not None])
             blocks += rest
         if self.unhashed_at_the_end:
             self.unhashed_at_the_end.difference_update(block.block_id for block in blocks)
@@ -70,7 +66,7 @@ class ShieldQueue(FreeKVCacheBlockQueue):
             take = super().remove
             for block_id in victims:
                 block = self.blocks[block_id]
-                if block.prev_free_block is None or block.block_hash is None:  # not a candidate
+                if block.prev_free_block is None or block._block_hash is None:  # not a candidate
                     driver.disbelieve(victims, count)
                     break
                 take(block)
@@ -100,10 +96,12 @@ class ShieldQueue(FreeKVCacheBlockQueue):
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         super().append_n(blocks)
-        hashed = [block.block_id for block in blocks if block.block_hash is not None]
+        if not self.driver.follows_candidates:
+            return
+        hashed = [block.block_id for block in blocks if block._block_hash is not None]
         self.driver.released(hashed)
         if len(hashed) != len(blocks):
-            unhashed = [block.block_id for block in blocks if block.block_hash is None]
+            unhashed = [block.block_id for block in blocks if block._block_hash is None]
             self.unhashed_at_the_end.update(unhashed)
             if self.driver.shares is not None:
                 self.driver.emptied(self.driver.shares, unhashed)
@@ -134,9 +132,9 @@ class ShieldBlockPool(BlockPool):
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
+        new = blocks[num_cached_blocks:num_full_blocks]
         if self.caches_parts:
             # A block that was cached before it was full is cached anew: it is charged once.
-            new = blocks[num_cached_blocks:num_full_blocks]
             if partly := [block.block_id for block in new if block.block_hash is not None]:
                 self.driver.refunded(partly)
         super().cache_full_blocks(
@@ -148,17 +146,16 @@ class ShieldBlockPool(BlockPool):
             kv_cache_group_id,
             block_mask,
         )
-        cached = [
-            block
-            for index, block in enumerate(blocks[num_cached_blocks:num_full_blocks])
-            if not block.is_null and (block_mask is None or block_mask[index])
-        ]
-        if cached:
-            hashes = [block.block_hash for block in cached] if self.driver.told else []
-            parents = None
-            if kv_cache_group_id in self.chained_groups:
-                before = blocks[num_cached_blocks - 1].block_hash if num_cached_blocks else None
-                parents = [before, *hashes[:-1]]
+        if block_mask is not None:
+            new = list(compress(new, block_mask))
+        if cached := [block for block in new if not block.is_null]:
+            hashes: list[Hashable] = []
+            parents: list[Hashable] | None = None
+            if self.driver.told:
+                hashes = [block._block_hash for block in cached]
+                if kv_cache_group_id in self.chained_groups:
+                    before = blocks[num_cached_blocks - 1].block_hash if num_cached_blocks else None
+                    parents = [before, *hashes[:-1]]
             self.driver.materialised(
                 [block.block_id for block in cached],
                 hashes,
@@ -179,12 +176,15 @@ class ShieldBlockPool(BlockPool):
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         queue, driver = self.free_block_queue, self.driver
+        if not driver.follows_candidates:
+            super().touch(blocks)
+            return
         if queue.unhashed_at_the_end:
             queue.unhashed_at_the_end.difference_update(block.block_id for block in blocks)
         candidates = [
             block.block_id
             for block in blocks
-            if block.ref_cnt == 0 and block.block_hash is not None
+            if block.ref_cnt == 0 and block._block_hash is not None
         ]
         super().touch(blocks)
         driver.held(candidates)
