@@ -23,7 +23,7 @@ charges = st.lists(
 def in_step(script):
     """(ledger, debtors, accounting time) after every charge of a script and the wait after it."""
     ledger = Ledger(CONTRACTS)
-    debtors = Debtors(ledger, lambda group: True)
+    debtors = Debtors(ledger, lambda group: (0, 0))
     t = 100.0
     for group, contract, blocks, wait in script:
         ledger.charge(ledger.account(group, contract), blocks, t)
@@ -73,7 +73,6 @@ def test_the_mean_stays_exact_and_its_heap_small_over_many_charges():
 )
 def test_payers_are_those_of_a_scan(script, owned, kind, scale, count, classes, most):
     ledger, debtors, t = list(in_step([*script, ("a", "base", 0, 0.0)]))[-1]
-    debtors._owns_candidate = owned.__contains__
     floor = {"none": 0.0, "mean": ledger.mean_debt(t), "two": 2.0}[kind]
     left = dict(owned)
     order = {group: (classes[place], place) for place, group in enumerate(GROUPS)}
@@ -92,9 +91,9 @@ def test_payers_are_those_of_a_scan(script, owned, kind, scale, count, classes, 
             yield payer
 
     paid = []
+    debtors.offer = lambda group: order[group] if left.get(group) else None
     collection = Collection(
         debtors,
-        lambda group: order[group] if left.get(group) else None,
         ledger,
         t,
         floor=floor,
@@ -110,6 +109,7 @@ def test_payers_are_those_of_a_scan(script, owned, kind, scale, count, classes, 
     collection.close()
     assert paid == list(scan())
 
+    debtors.offer = lambda group: order[group] if owned.get(group) else None
     largest = max(owned, key=lambda g: ledger.normalised_debt(g, t), default=None)
     found = debtors.largest(t)
     if largest is None or ledger.normalised_debt(largest, t) <= EPSILON:

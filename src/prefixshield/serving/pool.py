@@ -135,8 +135,7 @@ class ShieldBlockPool(BlockPool):
         new = blocks[num_cached_blocks:num_full_blocks]
         if self.caches_parts:
             # A block that was cached before it was full is cached anew: it is charged once.
-            if partly := [block.block_id for block in new if block.block_hash is not None]:
-                self.driver.refunded(partly)
+            self.driver.refunded([block.block_id for block in new if block.block_hash is not None])
         super().cache_full_blocks(
             request,
             blocks,
