@@ -270,14 +270,15 @@ def test_a_sliding_window_group_makes_no_chains():
     manager, driver = default_manager(lambda: 0.0, sliding_window=8)
     serve(manager, "1", range(9 * BLOCK_SIZE))
     (full,) = manager.block_pool.chained_groups
-    parents = {full: [], 1 - full: []}
+    follows = {full: [], 1 - full: []}
+    chains = driver.policy._chains
     for block in manager.block_pool.blocks:
         if block.block_hash is not None:
             number = int.from_bytes(block.block_hash[-4:], "big")
-            parents[number].append(driver.policy._chains._of_block[block.block_id].parent)
-    assert [parent is None for parent in parents[full]] == [True] + [False] * 8
-    assert len(parents[1 - full]) > 1
-    assert not any(parents[1 - full])
+            follows[number].append(chains._parent[chains._link[block.block_id]] >= 0)
+    assert follows[full] == [False] + [True] * 8
+    assert len(follows[1 - full]) > 1
+    assert not any(follows[1 - full])
     manager.evict_blocks({b.block_id for b in manager.block_pool.blocks[1:3] if b.block_hash})
     assert_pool_is_sound(manager)
 

@@ -20,7 +20,7 @@ from prefixshield.core.order import Order, Rule
 from prefixshield.core.retention import RetentionClass
 
 #: Blocks of a miniature; a pool that is no larger has a copy of itself.
-MINIATURE_BLOCKS = 128
+MINIATURE_BLOCKS = 512
 
 #: What a miniature remembers fades over this many times as many accesses as the pool has blocks.
 MEMORY_PER_BLOCK = 16
