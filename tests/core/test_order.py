@@ -54,8 +54,8 @@ class Life(RuleBasedStateMachine):
         block = self.held[which % len(self.held)]
         before = self.naive.retention[block]
         self.naive.reuse(block, promote)
-        promoted = self.order.reuse(block, promote=promote)
-        assert promoted == (self.naive.retention[block] == R != before)
+        promoted = self.order.reuse([block], promote=promote)
+        assert promoted == [block] * (self.naive.retention[block] == R != before)
 
     @precondition(lambda self: self.held)
     @rule(first=st.integers(0, 99), count=st.integers(1, 9))
@@ -71,7 +71,7 @@ class Life(RuleBasedStateMachine):
     def hold(self, which, lose):
         block = self.naive.waiting[which % len(self.naive.waiting)]
         self.naive.hold([block])
-        self.order.remove(block)
+        self.order.hold([block])
         if lose:
             self.order.drop(block)
             self.naive.drop(block)
@@ -136,7 +136,7 @@ def order_of(capacity, rule, *blocks):
     for block, (_, group, retention) in enumerate(blocks):
         order.admit([block], group, [retention is not P])
         if retention is R:
-            order.reuse(block, promote=True)
+            order.reuse([block], promote=True)
             order._chances[block] = 0
     order.append(range(len(blocks)))
     return order, ledger
@@ -172,11 +172,11 @@ def test_the_share_decides_which_segment_loses(share, expected):
 
 def test_a_proven_block_leaves_after_as_many_chances_as_it_was_hit():
     order, _ = order_of(4, Rule(0.5, False), ("x", "a", N), ("y", "a", N), ("z", "a", N))
-    order.remove(0)
+    order.hold([0])
     for _ in range(2):
-        order.reuse(0, promote=False)
+        order.reuse([0], promote=False)
     order.append([0])
-    order.remove(1)
+    order.hold([1])
     order.append([1])
     assert lost(order, 3, "xyz") == "zyx"
 
@@ -215,8 +215,8 @@ def test_not_called_in_a_debtors_block_with_a_chance_left_is_spared():
     for hit, expected in ((False, "yx"), (True, "xy")):
         order, ledger = order_of(100, Rule(0.9, False), ("x", "a", N), ("y", "b", N))
         if hit:
-            order.remove(1)
-            order.reuse(1, promote=False)
+            order.hold([1])
+            order.reuse([1], promote=False)
             order.append([1])
         owe(order, ledger, b=50.0, a=0.0)
         assert lost(order, 2, "xy") == expected

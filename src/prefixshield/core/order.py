@@ -129,22 +129,26 @@ class Order:
             queue.cached += 1
             self.proven += is_proven
 
-    def reuse(self, block: int, *, promote: bool) -> bool:
-        """A held block was hit by another request than it was made by; whether it is promoted."""
-        queue = self._queue_of(block)
-        if self._chances[block] < MAX_CHANCES:
-            self._chances[block] += 1
-        retention = queue.retention
-        if retention is RetentionClass.REUSE or not (
-            promote or retention is RetentionClass.PROBATIONARY
-        ):
-            return False
-        self.proven += retention is RetentionClass.PROBATIONARY
-        better = self._queues.of_group(queue.group)[2 if promote else 1]
-        queue.cached -= 1
-        better.cached += 1
-        self._queue[block] = better
-        return promote
+    def reuse(self, blocks: Iterable[int], *, promote: bool) -> list[int]:
+        """Held blocks were hit by another request than they were made by; those now promoted."""
+        queues, chances = self._queue, self._chances
+        promoted: list[int] = []
+        for block in blocks:
+            if chances[block] < MAX_CHANCES:
+                chances[block] += 1
+            queue = queues[block]
+            assert queue is not None, f"block {block} is not cached"
+            retention = queue.retention
+            if promote and retention is not RetentionClass.REUSE:
+                promoted.append(block)
+            elif retention is not RetentionClass.PROBATIONARY:
+                continue
+            self.proven += retention is RetentionClass.PROBATIONARY
+            better = self._queues.of_group(queue.group)[2 if promote else 1]
+            queue.cached -= 1
+            better.cached += 1
+            queues[block] = better
+        return promoted
 
     def append(self, blocks: Iterable[int]) -> None:
         """Held blocks become candidates, in native order."""
@@ -152,9 +156,9 @@ class Order:
         for group in self._queues.append(blocks, self._queue):
             self._debtors.enter(group, t)
 
-    def remove(self, block: int) -> None:
-        """A candidate is held."""
-        self._queues.remove(block, self._queue_of(block))
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Candidates are held."""
+        self._queues.remove(blocks, self._queue)
 
     def drop(self, block: int) -> None:
         """A block is cached no more, and no candidate."""
@@ -226,12 +230,33 @@ class Order:
                 lost = self._lose(group, alone, victims)
                 debts.paid(lost)
                 left -= lost
-            elif (queue := self._next()) is not None:
-                near = self._as_old(queue, group)
-                left -= self._take(near or queue, 1, math.inf, victims)
-                debts.paid(near is not None)
+            else:
+                paid, lost = self._let_tie(group, left, victims)
+                debts.paid(paid)
+                left -= lost
         debts.close()
         return count - left
+
+    def _let_tie(self, group: str, count: int, victims: list[Run]) -> tuple[int, int]:
+        """Add what is next of all, or the group's block that is about as old.
+
+        How many the group paid, 0 or 1, and how many there are in all, up to ``count``.
+        """
+        queue, most, before = self._turn(None, count)
+        while queue is not None and self._spares(queue):
+            self._chances[queue.first()] -= 1
+            self._queues.move_to_end(queue)
+            queue, most, before = self._turn(None, count)
+        assert queue is not None, "there are as many candidates"
+        unproven, proven = self._heads(group)
+        own = unproven if queue.retention is RetentionClass.PROBATIONARY else proven
+        before = min(before, self._rival(queue))
+        if own is not None and not self._spares(own):
+            as_old = own.head() - AS_OLD * self.capacity_blocks
+            if queue.head() >= as_old:
+                return 1, self._take(own, 1, math.inf, victims)
+            before = min(before, as_old)
+        return 0, self._take(queue, most, before, victims)
 
     def _lose(self, group: str | None, count: int, victims: list[Run]) -> int:
         """Add up to ``count`` victims, of one group or for None of all; how many."""
@@ -240,6 +265,8 @@ class Order:
             queue, most, before = self._turn(group, left)
             if queue is None:
                 break
+            if group is None:
+                before = min(before, self._rival(queue))
             left -= self._take(queue, most, before, victims)
         return count - left
 
@@ -263,7 +290,8 @@ class Order:
         """Whose turn it is to lose up to ``count`` blocks, of one group or for None of all.
 
         The queue (None: there is no block), how many it loses in a row, and the sequence number
-        before which. From the segment that is over its share, what was released first.
+        before which, other queues of the segment left aside. From the segment that is over its
+        share, what was released first.
         """
         share = self.rule.proven_share
         before = math.inf
@@ -281,8 +309,6 @@ class Order:
             count = min(count, self.proven - math.floor(share * self.capacity_blocks))
         else:
             queue = unproven
-        if group is None and queue is not None:
-            before = min(before, self._rival(queue))
         return queue, count, before
 
     def _rival(self, queue: Queue) -> int:
@@ -295,28 +321,11 @@ class Order:
                 rival = min(rival, other.head())
         return rival
 
-    def _next(self) -> Queue | None:
-        """The queue of all whose first block is next, and has no chance left; None: no block."""
-        while True:
-            queue, _, _ = self._turn(None, 1)
-            if queue is None or not self._spares(queue):
-                return queue
-            self._chances[queue.first()] -= 1
-            self._queues.move_to_end(queue)
-
     def _spares(self, queue: Queue) -> bool:
         """Whether a queue's first block has a chance left, and goes to the end instead."""
         if queue.retention is RetentionClass.PROBATIONARY or not self.rule.proven_share:
             return False
         return self._chances[queue.first()] > 0
-
-    def _as_old(self, queue: Queue, group: str) -> Queue | None:
-        """The group's queue in the segment of ``queue``, if its first block is about as old."""
-        unproven, proven = self._heads(group)
-        own = unproven if queue.retention is RetentionClass.PROBATIONARY else proven
-        if own is None or own.head() > queue.head() + AS_OLD * self.capacity_blocks:
-            return None
-        return None if self._spares(own) else own
 
     def _heads(self, group: str | None) -> tuple[Queue | None, Queue | None]:
         """The queues that the next unproven and the next proven victim stand in front of.
@@ -346,8 +355,3 @@ class Order:
         assert self.cached() == found, f"counted {self.cached()}, found {found}"
         chances = [block for block, left in enumerate(self._chances) if left]
         assert all(block in self for block in chances), "chances of a block that is not cached"
-
-    def _queue_of(self, block: int) -> Queue:
-        queue = self._queue[block]
-        assert queue is not None, f"block {block} is not cached"
-        return queue

@@ -131,16 +131,19 @@ class CandidateQueues:
         self._next_sequence = sequence
         return groups
 
-    def remove(self, block: int, queue: Queue) -> None:
-        """Take a candidate out, wherever it stands."""
+    def remove(self, blocks: Iterable[int], queue_of: Sequence[Queue | None]) -> None:
+        """Take candidates out, wherever they stand."""
         after, before = self._after, self._before
-        left, right = before[block], after[block]
-        assert right != _NOWHERE, f"block {block} is no candidate"
-        after[left] = right
-        before[right] = left
-        after[block] = before[block] = _NOWHERE
-        queue.size -= 1
-        self._count -= 1
+        for block in blocks:
+            left, right = before[block], after[block]
+            queue = queue_of[block]
+            assert queue is not None, f"block {block} is not cached"
+            assert right != _NOWHERE, f"block {block} is no candidate"
+            after[left] = right
+            before[right] = left
+            after[block] = before[block] = _NOWHERE
+            queue.size -= 1
+            self._count -= 1
 
     def take(
         self, queue: Queue, count: int, until: float, chances: bytearray | None = None
@@ -193,7 +196,9 @@ class CandidateQueues:
         """
         # No other head precedes this one before its children in the heap do.
         heap = self._heads[queue.retention]
-        return min((entry[0] for entry in heap[1:3]), default=self._next_sequence)
+        if len(heap) > 2:
+            return min(heap[1][0], heap[2][0])
+        return heap[1][0] if len(heap) > 1 else self._next_sequence
 
     def offer(self, group: str) -> tuple[int, int] | None:
         """What the group would lose next, as (class, native sequence number); None: nothing."""

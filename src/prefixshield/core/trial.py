@@ -54,19 +54,22 @@ class Miniature:
 
     def serve(self, keys: Sequence[Key], t: float) -> tuple[int, int]:
         """Serve the blocks of one request; how many hit, of unproven and of proven blocks."""
-        hits = [0, 0]
         order = self.order
         keys = keys[: self._capacity]
-        blocks = [self._block.get(key) for key in keys]
         missing: list[Key] = []
-        for key, block in zip(keys, blocks, strict=True):
+        cached: list[int] = []
+        reached = 0
+        for key in keys:
+            block = self._block.get(key)
             if block is None:
                 missing.append(key)
                 continue
-            order.remove(block)
-            if not missing:  # or else no lookup reaches it
-                hits[order.retention(block) is not RetentionClass.PROBATIONARY] += 1
-                order.reuse(block, promote=False)
+            cached.append(block)
+            reached += not missing  # or else no lookup reaches it
+        order.hold(cached)
+        hits = cached[:reached]
+        proven = sum(order.retention(block) is not RetentionClass.PROBATIONARY for block in hits)
+        order.reuse(hits, promote=False)
         if missing:
             self._make_room(len(missing), t)
             group = missing[0][0]
@@ -77,7 +80,7 @@ class Miniature:
                 self._hash[block] = key[1]
             order.admit(new, group, [maker is not None for maker in makers])
         order.append([self._block[key] for key in reversed(keys)])
-        return hits[0], hits[1]
+        return reached - proven, proven
 
     def _make_room(self, count: int, t: float) -> None:
         """Lose blocks until so many are free."""

@@ -78,24 +78,31 @@ class AdaptiveShield(Policy):
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
         owes = self.ledger.raw_debt(access.group, t) > EPSILON
-        promoted = []
+        earned: list[int] = []
+        merely_reused: list[int] = []
         for block in blocks:
             origin = self._origin[block]
             if origin is None or origin.request_id == access.request_id:
                 continue
-            earned = origin.account is account and origin.prefix_id == access.prefix_id
-            if self.order.reuse(block, promote=earned and not owes):
-                promoted.append(block)
-            elif earned and owes and self.order.retention(block) is not RetentionClass.REUSE:
-                self.promotions_denied += 1
-        return promoted
+            if origin.account is account and origin.prefix_id == access.prefix_id:
+                earned.append(block)
+            else:
+                merely_reused.append(block)
+        self.order.reuse(merely_reused, promote=False)
+        if owes:
+            highest = RetentionClass.REUSE
+            self.promotions_denied += sum(self.order.retention(b) is not highest for b in earned)
+        return self.order.reuse(earned, promote=not owes)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            if block in self._orphans:
-                del self._orphans[block]
-            else:
-                self.order.remove(block)
+        if self._orphans:
+            for block in blocks:
+                if block in self._orphans:
+                    del self._orphans[block]
+                else:
+                    self.order.hold([block])
+        else:
+            self.order.hold(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         if self._chains.broken:
@@ -214,7 +221,7 @@ class AdaptiveShield(Policy):
             self.order.drop(block)
         for orphan in self._chains.remove(blocks):
             if self.order.is_candidate(orphan):
-                self.order.remove(orphan)
+                self.order.hold([orphan])
                 self._orphans[orphan] = None
 
     def _come_back(self, blocks: Iterable[int]) -> None:

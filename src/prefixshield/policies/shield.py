@@ -110,8 +110,7 @@ class Shield(Policy):
         return victims
 
     def hold(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self._queues.remove(block, self._queue_of(block))
+        self._queues.remove(blocks, self._queue)
 
     def release(self, blocks: Sequence[int]) -> None:
         for group in self._queues.append(blocks, self._queue):
