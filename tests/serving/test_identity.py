@@ -25,7 +25,14 @@ from prefixshield.serving.bodies import MAX_NESTING, InvalidBody, request_tag, r
 from prefixshield.serving.identity import IdentityMiddleware, KeyRing, live_config
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.page import page
-from prefixshield.serving.routes import PAGE_PATH, ROUTES, Access, refusal_reason, route_path
+from prefixshield.serving.routes import (
+    PAGE_PATH,
+    ROUTES,
+    Access,
+    refusal_reason,
+    route_path,
+    routes_of,
+)
 from prefixshield.serving.wiring import CONFIG_KEY, SCHEDULER, config_path
 
 CONFIG = """
@@ -428,6 +435,7 @@ def test_what_is_not_listed_is_refused(
 
 def test_refusals_say_why() -> None:
     assert "cache_salt" in refusal_reason("/v2/embed")
+    assert "cache_salt" in refusal_reason("/generative_scoring")
     assert "cache_salt" in refusal_reason("/v1/audio/transcriptions")
     assert "stored responses" in refusal_reason("/v1/responses/resp_1/cancel")
     assert "aborts" in refusal_reason("/inference/v1/abort_requests")
@@ -1119,3 +1127,9 @@ def _namespaces() -> Namespaces:
         }
     )
     return Namespaces(config, b"secret")
+
+
+def test_an_endpoint_is_served_from_the_release_on_that_hands_the_salt_on():
+    scoring = ("POST", "/generative_scoring")
+    assert routes_of("0.32.0+cpu") == ROUTES
+    assert ROUTES.keys() - routes_of("0.31.0").keys() == {scoring}

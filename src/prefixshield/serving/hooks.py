@@ -38,13 +38,14 @@ class Hook(NamedTuple):
 
     def parameters_in(self, release: str) -> list[str] | None:
         """Its parameters in a release; None where it does not exist and is not needed."""
-        ends = [end for end in self.earlier if _order(release) <= _order(end)]
-        parameters = self.earlier[min(ends, key=_order)] if ends else self.parameters
+        ends = [end for end in self.earlier if release_numbers(release) <= release_numbers(end)]
+        parameters = self.earlier[min(ends, key=release_numbers)] if ends else self.parameters
         return None if parameters is None else parameters.split()
 
 
-def _order(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
+def release_numbers(release: str) -> tuple[int, ...]:
+    """A release's numbers, to compare it with another."""
+    return tuple(map(int, release.partition("+")[0].split(".")))
 
 
 _QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
@@ -270,7 +271,8 @@ def mismatches(read: Read, release: str) -> list[str]:
         needed = {
             name
             for name in names.split()
-            if name not in READS_LATER or _order(release) > _order(READS_LATER[name])
+            if name not in READS_LATER
+            or release_numbers(release) > release_numbers(READS_LATER[name])
         }
         if attributes is None:
             problems.append(f"{target} is not there")

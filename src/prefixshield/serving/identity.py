@@ -36,10 +36,11 @@ from prefixshield.config import NOBODY, Config, encode_secret
 from prefixshield.errors import ConfigError, IncompatibleEngineError, PrefixShieldError
 from prefixshield.serving.bodies import InvalidBody, clean, request_tag, rewrite
 from prefixshield.serving.catalogue import UNKNOWN_GROUPS
+from prefixshield.serving.hooks import installed_vllm
 from prefixshield.serving.namespace import Identity, Namespaces
 from prefixshield.serving.page import serve_page
 from prefixshield.serving.reload import LiveConfig, Tenants
-from prefixshield.serving.routes import ROUTES, Access, refusal_reason, route_path
+from prefixshield.serving.routes import Access, refusal_reason, route_path, routes_of
 from prefixshield.serving.wiring import SCHEDULER, config_path
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ class IdentityMiddleware:
 
     def __init__(self, app: Application) -> None:
         self._app = app
+        _, release = installed_vllm()
+        self._routes = routes_of(release)
         self._live: LiveConfig | None = None
         self._in_force: tuple[Tenants, Admission] | None = None
 
@@ -252,7 +255,7 @@ class IdentityMiddleware:
         if _is_preflight(scope):
             return self._app, scope, receive
         path = route_path(scope)
-        access = ROUTES.get((scope["method"], path))
+        access = self._routes.get((scope["method"], path))
         if access is None:
             request = f"{scope['method']} {path}"
             raise Refusal(403, f"{request} is not served: {refusal_reason(path)}.")

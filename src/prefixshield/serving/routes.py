@@ -2,9 +2,9 @@
 
 An endpoint is listed when reading vLLM 0.32.0 showed that a top-level ``cache_salt`` reaches
 every engine request it makes (`Access.REWRITTEN`), or that it makes none and shows nothing of
-other tenants (`Access.CLEANED`, `Access.KEYED`). Whatever is not listed is refused with 403,
-endpoints that later versions add included. Method and path must match exactly, as the router
-sees them.
+other tenants (`Access.CLEANED`, `Access.KEYED`); what earlier releases do was tested. Whatever is
+not listed is refused with 403, endpoints that later versions add included. Method and path must
+match exactly, as the router sees them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
+
+from prefixshield.serving.hooks import release_numbers
 
 
 class Access(Enum):
@@ -80,6 +82,20 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     **dict.fromkeys(_REWRITTEN, Access.REWRITTEN),
 }
 
+#: Endpoints that carry no ``cache_salt`` to the engine before this release of vLLM.
+_SALTED_SINCE = {"/generative_scoring": "0.32.0"}
+
+
+def routes_of(release: str) -> Mapping[tuple[str, str], Access]:
+    """The allow-list for a release of vLLM."""
+    numbers = release_numbers(release)
+    return {
+        (method, path): access
+        for (method, path), access in ROUTES.items()
+        if numbers >= release_numbers(_SALTED_SINCE.get(path, "0"))
+    }
+
+
 _NO_SALT = "it has no cache_salt, so it cannot carry a tenant's identity to the cache"
 _STORED = "stored responses are not divided by tenant: one could read another's"
 _ADMINISTRATION = "it administers the server: reach vLLM without the middleware for that"
@@ -88,7 +104,7 @@ _ADMINISTRATION = "it administers the server: reach vLLM without the middleware 
 _REASONS = tuple(
     (re.compile(pattern), reason)
     for pattern, reason in (
-        (r"/cohere/|/v2/embed\b", _NO_SALT),
+        (r"/cohere/|/v2/embed\b|/generative_scoring\b", _NO_SALT),
         (r"/v1/audio/|/v1/realtime\b", _NO_SALT),
         (r"/v1/responses/render\b", _STORED),  # it accepts previous_response_id
         (r"/v1/responses/", _STORED),
