@@ -448,6 +448,12 @@ def test_a_chunked_upload(generating: Tenants) -> None:
 
 
 def test_a_client_that_leaves_mid_stream_ends_its_request(generating: Tenants) -> None:
+    """On a busy machine the engine may be through before the server notices: it may try again."""
+    assert any(leaves_early(generating) for _ in range(5))
+
+
+def leaves_early(generating: Tenants) -> bool:
+    """Whether a request ended before its time when its client had left."""
     generated = generating.metric("vllm:generation_tokens")
     body = {"model": "tiny", "prompt": "w1", "max_tokens": 2000, "ignore_eos": True}
     url = generating.server.base_url + "/v1/completions"
@@ -462,7 +468,7 @@ def test_a_client_that_leaves_mid_stream_ends_its_request(generating: Tenants) -
         return generating.metric("vllm:num_requests_running")
 
     generating.wait_for(running, lambda number: number == 0)
-    assert generating.metric("vllm:generation_tokens") < generated + body["max_tokens"]
+    return generating.metric("vllm:generation_tokens") < generated + body["max_tokens"]
 
 
 @pytest.mark.parametrize(
