@@ -1,7 +1,8 @@
-"""What PrefixShield costs a real server: requests per second and time to first token.
+"""What PrefixShield costs a real server: requests per second, processor time, time to first token.
 
 Servers of one tiny model run side by side, and take turns: in every round each gets the same
 requests while the others idle. A round's ratios are to vLLM without PrefixShield in that round.
+Processor time is that of all of a server's processes: other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _WORDS = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(WORDS))
 
 COLUMNS = (
     *("server", "requests/s", "ratio", "p10", "p90"),
+    *("processor ms/request", "processor ratio", "processor ratio p10", "p90"),
     *("TTFT p50, ms", "TTFT p95, ms", "TTFT p95 ratio", "TTFT p95 ratio p10", "p90"),
     "hit tokens",
 )
@@ -113,6 +115,7 @@ async def _measure(
     progress: Callable[[str], None],
 ) -> list[tuple[Any, ...]]:
     rates: dict[str, list[float]] = {name: [] for name in servers}
+    spent: dict[str, list[float]] = {name: [] for name in servers}
     ttfts: dict[str, list[list[float]]] = {name: [] for name in servers}
     hits = dict.fromkeys(servers, 0)
     for number in range(-1, ROUNDS):  # the first one fills the pools
@@ -120,10 +123,13 @@ async def _measure(
         names = [*servers]
         for name in names[number % len(names) :] + names[: number % len(names)]:
             calls = _calls(number, keys[name])
+            before = servers[name].processor_seconds()
             started = time.perf_counter()
             found = await _send(servers[name], calls)
             seconds = time.perf_counter() - started
             if number >= 0:
+                used = servers[name].processor_seconds() - before
+                spent[name].append(1000 * used / len(calls))
                 rates[name].append(len(calls) / seconds)
                 ttfts[name].append([ttft for ttft, _ in found])
                 hits[name] += sum(cached for _, cached in found)
@@ -137,6 +143,8 @@ async def _measure(
                 name,
                 round(statistics.median(rates[name]), 1),
                 *_ratios(rates[name], rates[NATIVE]),
+                round(statistics.median(spent[name]), 1),
+                *_ratios(spent[name], spent[NATIVE]),
                 round(statistics.median(everything), 1),
                 round(statistics.median(p95), 1),
                 *_ratios(p95, native),

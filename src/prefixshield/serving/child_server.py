@@ -162,6 +162,15 @@ class ChildServer:
         assert self._process is not None
         return self._process.wait()
 
+    def processor_seconds(self) -> float:
+        """Processor time that the server's processes have used so far."""
+        import psutil  # one of vLLM's requirements
+
+        assert self._process is not None
+        process = psutil.Process(self._process.pid)
+        used = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return float(sum(times.user + times.system for times in used))
+
     def log_text(self) -> str:
         """What the server has written so far."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log else ""
