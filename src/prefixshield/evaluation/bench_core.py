@@ -129,8 +129,7 @@ class _Pool:
         clock = time.thread_time_ns  # of the processor: others may be busy, too
         request, identity = load
         if driver is not None:
-            driver.current = driver.access(identity, request.request_id)
-            driver.proves_reuse = True
+            driver.allocate_for(lambda: driver.access(identity, request.request_id), True)
         t0 = clock()
         blocks = pool.get_new_blocks(batch)
         t1 = clock()
@@ -139,13 +138,14 @@ class _Pool:
         pool.free_blocks(reversed(blocks))
         t3 = clock()
         if driver is not None:
-            driver.current = driver.access(identity, f"{request.request_id} again")
+            again = f"{request.request_id} again"
+            driver.allocate_for(lambda: driver.access(identity, again), True)
         t4 = clock()
         pool.touch(blocks)
         pool.free_blocks(reversed(blocks))
         t5 = clock()
         if driver is not None:
-            driver.current = None
+            driver.allocate_for(None)
         return [t1 - t0, t2 - t1, t3 - t2, t5 - t4]
 
 

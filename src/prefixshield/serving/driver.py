@@ -59,8 +59,8 @@ class PolicyDriver:
         is the native one."""
         self.shadow = False
         """Whether the policy only accounts: it is told, and victims leave in native order."""
-        self.current: Access | None = None
-        """The request that vLLM is allocating for; None outside an allocation."""
+        self._current: Access | None = None
+        self._make_current: Callable[[], Access] | None = None
         self.proves_reuse = False
         """Whether the current request's hits are evidence: not when it was preempted before."""
         self.counts: Counter[tuple[str, ...]] = Counter()
@@ -88,6 +88,21 @@ class PolicyDriver:
         """Whether it matters which blocks become free and are held again."""
         return self.told or self.shares is not None
 
+    @property
+    def current(self) -> Access | None:
+        """The request that vLLM is allocating for; None outside an allocation."""
+        if self._current is None and self._make_current is not None:
+            self._current = self._make_current()
+        return self._current
+
+    def allocate_for(self, access: Callable[[], Access] | None, proves_reuse: bool = False) -> None:
+        """An allocation begins, or with None is over.
+
+        ``access`` is asked when the allocation needs it: most steps of a request that decodes do
+        not. ``proves_reuse``: as the attribute.
+        """
+        self._current, self._make_current, self.proves_reuse = None, access, proves_reuse
+
     def access(
         self, identity: Identity, request_id: str = "", prefix_id: str | None = None
     ) -> Access:
@@ -111,13 +126,13 @@ class PolicyDriver:
 
     def hit(self, blocks: Sequence[int]) -> None:
         """The current request reuses held, cached blocks; a touch by anyone else is no reuse."""
-        if self.current is None or not self.proves_reuse:
+        if not self.proves_reuse or (current := self.current) is None:
             return
-        promoted = self._guarded(self._promotions, blocks, self.current)
+        promoted = self._guarded(self._promotions, blocks, current)
         if promoted:
-            self.counts["promoted", self.current.group] += promoted
+            self.counts["promoted", current.group] += promoted
         if denied := self.policy.promotions_denied - self._denied_counted:
-            self.counts["denied", self.current.group] += denied
+            self.counts["denied", current.group] += denied
             self._denied_counted += denied
 
     def held(self, blocks: Sequence[int]) -> None:
@@ -248,7 +263,8 @@ class PolicyDriver:
             self._orphans_counted += orphans
 
     def _allocating_group(self) -> str:
-        return self.current.group if self.current else self.default.group
+        current = self.current
+        return current.group if current else self.default.group
 
     def _guarded(self, call: Callable[..., _T], *arguments: object) -> _T | None:
         """Call the policy; an exception ends in native order, never in the engine."""

@@ -222,12 +222,11 @@ class ShieldKVCacheManager(KVCacheManager):
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
         driver = self.block_pool.driver
-        driver.current = _access(driver, request)
-        driver.proves_reuse = request.num_preemptions == 0
+        driver.allocate_for(lambda: _access(driver, request), request.num_preemptions == 0)
         try:
             return super().allocate_slots(request, *args, **kwargs)
         finally:
-            driver.current = None
+            driver.allocate_for(None)
 
     def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
         super().record_prefix_cache_stats(request, num_hits)
