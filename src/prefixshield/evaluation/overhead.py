@@ -1,6 +1,6 @@
 """What the policies cost: processor time of a selection, and memory (paper, section IV, Overhead).
 
-Wall time on the machine at hand, so unlike the other experiments no two runs give the same bytes.
+Of the machine at hand, so unlike the other experiments no two runs give the same figures.
 Policies take turns in every round, so a busy machine slows all of them alike.
 """
 
