@@ -1,7 +1,13 @@
-"""What importing the package costs."""
+"""What importing the package costs, and which vLLM releases it says it fits."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
+
+from prefixshield.serving import hooks
+
+ROOT = Path(__file__).parents[1]
 
 HEAVY = ("vllm", "torch", "transformers", "matplotlib", "prometheus_client", "redis", "numpy")
 
@@ -30,3 +36,15 @@ def test_the_core_is_standard_library_alone():
     )
     out = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True)
     assert out.stdout.split() == []
+
+
+def test_every_accepted_release_has_passed_the_end_to_end_tests():
+    """What `make compat` wrote when it was last run and checked in."""
+    summary = ROOT / "results" / "compat" / "summary.json"
+    rows = json.loads(summary.read_text(encoding="utf-8"))["releases"]
+    passed = {
+        release
+        for release, row in rows.items()
+        if "test_server.py" in row["run"] and row["passed"] > 0 and row["failed"] == 0
+    }
+    assert set(hooks.TESTED_VERSIONS) == passed
