@@ -431,11 +431,12 @@ def main(names: Sequence[str]) -> None:
     path = folder / "summary.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for name in names or SECTIONS:
+        made_on = provenance()
         section = SECTIONS[name]()
         found[name] = {
             "title": section.title,
             "command": f"make -C prototype SECTIONS={name}",
-            **provenance(),
+            **made_on,
             "columns": section.columns,
             "rows": section.rows,
         }

@@ -61,6 +61,21 @@ def test_sections_are_written_one_by_one_and_kept(tmp_path, monkeypatch):
     assert all(f"| {name} |" in document for name in CONTESTANTS)
 
 
+def test_the_commit_is_the_one_from_before_a_section_ran(tmp_path, monkeypatch):
+    """Sections take minutes; what is committed or edited meanwhile did not make their numbers."""
+    now = ["before"]
+
+    def section(told):
+        now[0] = "after"
+        return bench_core.Section("memory", "M", ("a",), [(1,)])
+
+    monkeypatch.setattr(bench_core, "SECTIONS", {"memory": section})
+    monkeypatch.setattr(bench_core, "provenance", lambda: {"commit": now[0], "machine": "m"})
+    list(run_bench_core(tmp_path, tmp_path / "none", 16, ["memory"], lambda what: None))
+    found = json.loads((tmp_path / "bench-core/summary.json").read_text())
+    assert found["memory"]["commit"] == "before"
+
+
 def test_an_unknown_section_is_refused(tmp_path):
     with pytest.raises(Exception, match="--section: found 'cycle', expected one of: cycles"):
         next(run_bench_core(tmp_path, tmp_path, 16, ["cycle"], print))

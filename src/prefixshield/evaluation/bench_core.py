@@ -421,11 +421,12 @@ def run_bench_core(
     except (OSError, ValueError) as error:
         raise PrefixShieldError(f"{path}: cannot be read: {error}") from None
     for name in names or known:
+        made_on = provenance()  # the code that runs, whatever is changed meanwhile
         section = known[name](progress)
         found[name] = {
             "title": section.title,
             "command": f"prefixshield bench-core --section {name}",
-            **provenance(),
+            **made_on,
             "rounds": ROUNDS,
             "columns": section.columns,
             "rows": section.rows,

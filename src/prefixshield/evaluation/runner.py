@@ -118,9 +118,10 @@ def run_experiment(
     """
     experiment = EXPERIMENTS[name]
     folder = results / (name if engine == experiment.engines[0] else f"{name}-{engine}")
+    made_on = provenance()
     machine = _machine(results) if engine in _ON_THIS_MACHINE else {}
     cells = cells_of(experiment, engine, seeds)
-    files = ResultsFolder(folder, _describe(name, engine, seeds, machine))
+    files = ResultsFolder(folder, {**_describe(name, engine, seeds, machine), **made_on})
     rows = {Cell(*(row[key] for key in KEYS)): row for row in files.finished_rows()}
     # Matched runs together: what is there when it is interrupted can be compared.
     missing = sorted((c for c in cells if c not in rows), key=lambda cell: cell.seed)
@@ -222,7 +223,7 @@ def _describe(name: str, engine: str, seeds: range, machine: dict[str, Any]) -> 
         description["vllm"] = " ".join(installed_vllm())
     if machine:
         description["calibration"] = machine
-    return {**description, **provenance()}
+    return description
 
 
 def _machine(results: Path) -> dict[str, Any]:
