@@ -188,12 +188,13 @@ class NaiveS3Fifo:
 class NaiveOrder:
     """The default preset's order of reclamation with lists; debts are given, not kept."""
 
-    def __init__(self, capacity, scale=1, as_old=Fraction(3, 100)):
-        """scale: victims that one block of debt pays for."""
+    def __init__(self, capacity, scale=1, as_old=Fraction(3, 100), rounds=8192):
+        """scale: victims that one block of debt pays for; rounds: of one call of ``take``."""
         self.capacity, self.scale, self.as_old = capacity, Fraction(scale), as_old * capacity
         self.group, self.retention, self.chances = {}, {}, {}  # of every cached block
         self.place = {}  # of every candidate: how many were released before it
         self.released = 0
+        self.rounds, self.left = rounds, 0
         self.early = round(Fraction(capacity, 10))  # unproven ones to take before it is first full
 
     @property
@@ -228,6 +229,7 @@ class NaiveOrder:
     def take(self, count, rule, debts, weights):
         """debts: what every group with an account owes, normalised."""
         share, calls = rule
+        self.left = self.rounds
         if count:
             self.early = None
         p = dict(debts)
@@ -275,10 +277,11 @@ class NaiveOrder:
             if not self.has_a_chance(victim, share):
                 return victim
             self.chances[victim] -= 1
+            self.left -= 1
             self.release([victim])
 
     def has_a_chance(self, block, share):
-        return share and self.retention[block] != PROBATIONARY and self.chances[block]
+        return self.left and share and self.retention[block] != PROBATIONARY and self.chances[block]
 
     def about_as_old(self, victim, group, share):
         """The block of the same segment that a group would lose instead, else the victim."""

@@ -26,6 +26,7 @@ class Life(RuleBasedStateMachine):
 
     capacity = 12
     scale = 1.0
+    rounds = 8192
     as_old = 0.25  # as many blocks as a small pool needs for a difference
 
     def __init__(self):
@@ -34,7 +35,7 @@ class Life(RuleBasedStateMachine):
         self.ledger = Ledger(CONTRACTS)
         self.ledger.now(self.now)
         self.order = Order(self.capacity, self.ledger, Rule(0.9, True), self.scale)
-        self.naive = NaiveOrder(self.capacity, self.scale, self.as_old)
+        self.naive = NaiveOrder(self.capacity, self.scale, self.as_old, self.rounds)
         self.held = []
 
     @rule(group=st.sampled_from(GROUPS), count=st.integers(1, 5), proven=st.booleans())
@@ -119,10 +120,15 @@ class Life(RuleBasedStateMachine):
         assert len(self.order._debtors._heap) <= 2 * len(GROUPS) + 17
 
 
-@pytest.mark.parametrize(("capacity", "scale"), [(1, 1.0), (4, 1.0), (12, 1.0), (12, 0.5)])
-def test_victims_are_those_of_the_rule_read_aloud(capacity, scale, monkeypatch):
+@pytest.mark.parametrize(
+    ("capacity", "scale", "rounds"),
+    [(1, 1.0, 8192), (4, 1.0, 8192), (12, 1.0, 8192), (12, 0.5, 8192), (12, 1.0, 2)],
+)
+def test_victims_are_those_of_the_rule_read_aloud(capacity, scale, rounds, monkeypatch):
     monkeypatch.setattr(order_module, "AS_OLD", Life.as_old)
-    machine = type("Machine", (Life,), {"capacity": capacity, "scale": scale})
+    monkeypatch.setattr(order_module, "ROUNDS", rounds)
+    of = {"capacity": capacity, "scale": scale, "rounds": rounds}
+    machine = type("Machine", (Life,), of)
     case = machine.TestCase
     case.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
     case().runTest()
@@ -179,6 +185,19 @@ def test_a_proven_block_leaves_after_as_many_chances_as_it_was_hit():
     order.hold([1])
     order.append([1])
     assert lost(order, 3, "xyz") == "zyx"
+
+
+def test_an_allocation_does_not_go_round_a_pool_where_all_was_hit(monkeypatch):
+    """Four chances to grant, of 30: the first victims are those behind them, then all as usual."""
+    monkeypatch.setattr(order_module, "ROUNDS", 4)
+    order, _ = order_of(10, Rule(0.5, False), *((name, "a", N) for name in "abcdefghij"))
+    order.hold(range(10))
+    for _ in range(3):
+        order.reuse(range(10), promote=False)
+    order.append(range(10))
+    assert lost(order, 2, "abcdefghij") == "ef"
+    assert sum(order._chances) == 8 * 3 - 4
+    assert lost(order, 1, "abcdefghij") == "a", "four more: g, h, i and j"
 
 
 def test_debts_above_the_mean_are_paid_first_by_the_largest():

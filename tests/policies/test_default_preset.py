@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from invariants import assert_default_bounded
 from naive import REUSE, NaiveOrder
 
+from prefixshield.core import chains
 from prefixshield.core import order as order_module
 from prefixshield.core.ghosts import Ghosts
 from prefixshield.core.ledger import EPSILON, Contract
@@ -305,6 +306,36 @@ def test_where_debts_are_not_called_in_they_decide_between_blocks_about_as_old(s
         policy = two_alike(debts, Rule(share, False), promoted=promoted)
         assert policy.evict(6, Access("c", "base", 99, 0.0)) == expected
         policy.check()
+
+
+@pytest.mark.parametrize("looks", [1, 3])
+def test_what_is_bounded_per_call_leaves_the_state_sound(looks, monkeypatch):
+    """Orphans are found late, and chances granted late: no block is lost, and all are found."""
+    monkeypatch.setattr(chains, "LOOKS_PER_CALL", looks)
+    monkeypatch.setattr(order_module, "ROUNDS", 2)
+    policy = build(24)
+    pool = SimBlockPool(policy)
+    late = 0
+    for number in range(60):
+        access = Access("ab"[number % 2], "base", number, 0.1 * number)
+        prefix = [(0, 0), (0, 1)] if number % 3 else [(number, 0)]
+        hashes = prefix + [(number, place) for place in range(2, 5)]
+        hits = pool.lookup(access.group, hashes)
+        pool.hold(hits)
+        policy.hit(hits, access)
+        blocks, _ = pool.allocate(len(hashes) - len(hits), access)
+        pool.cache(blocks, access.group, hashes[len(hits) :], access, [None, *hashes][len(hits)])
+        pool.release([*hits, *blocks][::-1])
+        for first in [block for block in range(24) if pool._content[block]][:1]:
+            pool.invalidate(first)
+        late += bool(policy._chains._doubtful)
+        pool.check()
+    assert late, "no call had too little to look with"
+    while policy._chains._doubtful:
+        policy._turn(*policy._chains.remove([]))
+    pool.check()
+    count = policy.candidate_count
+    assert len(set(policy.evict(count, access))) == count
 
 
 def test_a_group_below_the_mean_is_not_called_upon():

@@ -20,8 +20,9 @@ from control_plane import (
 )
 
 from prefixshield.config import load_config
-from prefixshield.core.ledger import Debt
+from prefixshield.core.ledger import Contract, Debt
 from prefixshield.core.retention import RetentionClass
+from prefixshield.policies import build_policy
 from prefixshield.policies.base import PolicySetup
 from prefixshield.policies.never_hit_first import NeverHitFirst
 from prefixshield.serving.catalogue import MAX_GROUP_LABELS, OTHER, GroupLabels
@@ -232,3 +233,21 @@ def test_labels_are_bounded_for_ever():
     assert labels("late") == "late"
     assert labels("too-late") == labels("never-configured") == OTHER
     assert len(labels.own) == MAX_GROUP_LABELS
+
+
+def test_counts_are_as_many_as_labels_however_many_groups_there_are():
+    """What the report looks through ten times a second does not grow with the groups."""
+    names = [f"g{number}" for number in range(500)]
+    policy = build_policy("lru", PolicySetup(500, {"c": Contract(1.0, 1.0)}, names))
+    driver = PolicyDriver(policy, Identity("g0", "c"), label=GroupLabels(names[:3]))
+    for number, name in enumerate(names):
+        access = driver.access(Identity(name, "c"))
+        driver.allocate_for(lambda access=access: access)
+        driver.materialised([number], [], access)
+        driver.evicted([number])
+    assert driver.counts["materialised", "g2"] == driver.counts["lost", "g2", "order"] == 1
+    assert driver.counts["materialised", OTHER] == 497
+    assert driver.counts["evicted", OTHER, OTHER] == 497
+    pairs = {key[1:] for key in driver.counts if key[0] == "evicted"}
+    assert pairs == {(label, label) for label in ("g0", "g1", "g2", OTHER)}
+    assert len(driver.counts) == 4 * 3 + 1, "materialised, evicted, lost; fallbacks"

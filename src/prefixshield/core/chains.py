@@ -9,17 +9,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 #: No block, no link.
 _NONE = -1
+
+#: One call looks at most at this many links for those that became orphans or can be reached again;
+#: the calls that follow look at the others. So a call costs no more when much hangs on a prefix.
+LOOKS_PER_CALL = 4096
+
+
+class Turned(NamedTuple):
+    """Blocks that are found to have turned, one by one."""
+
+    lost: list[int]
+    """They became orphans."""
+    back: list[int]
+    """They can be reached again."""
 
 
 class Chains:
     """Cached blocks by group and key, and what precedes what.
 
     A key names a whole prefix up to its block. O(1) per block added or removed, and per block that
-    becomes an orphan or is reachable again. Every key that is cached, or that precedes one, has a
-    link: a number, under which the lists below say what is known of it.
+    becomes an orphan or is reachable again: of many, a call finds some (``LOOKS_PER_CALL``). Every
+    key that is cached, or that precedes one, has a link: a number, under which the lists below say
+    what is known of it.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -34,6 +49,7 @@ class Chains:
         self._groups: dict[str, dict[Hashable, int]] = {}  # the link of each key
         self._link = array("i", [_NONE]) * self._blocks  # of each block
         self._unused: list[int] = []  # links
+        self._doubtful: list[int] = []  # links after one that turned: they may have to turn, too
         # Of each link: its key and its group's links; the block that was cached first (none: only
         # keys that it precedes are known); the others, in order; the link that precedes it; the
         # one that it precedes or, in order, the several; whether it can be reached.
@@ -47,7 +63,7 @@ class Chains:
         self._reachable = bytearray()
 
     def is_orphan(self, block: int) -> bool:
-        """Whether no lookup can reach a cached block."""
+        """Whether no lookup can reach a cached block, as far as found."""
         link = self._link[block]
         return link != _NONE and not self._reachable[link]
 
@@ -61,15 +77,16 @@ class Chains:
         group: str,
         keys: Sequence[Hashable],
         parents: Sequence[Hashable | None],
-    ) -> list[int]:
-        """Blocks are cached, each under a key; returns those that can be reached again thereby.
+    ) -> Turned:
+        """Blocks are cached, each under a key; returns those that turned, of any.
 
         ``parents``: the key that precedes each; None: it can be hit whatever else is cached.
         """
         links = self._groups.get(group)
         if links is None:
             links = self._groups[group] = {}
-        back: list[int] = []
+        turned = Turned([], [])
+        looks = LOOKS_PER_CALL
         link, last = _NONE, None  # just added: mostly the parent of what follows
         for block, key, parent in zip(blocks, keys, parents, strict=True):
             before = link if parent == last else links.get(parent, _NONE)
@@ -91,16 +108,18 @@ class Chains:
             if not reachable:
                 self.broken = True
             elif self._child[link] != _NONE:
-                back += self._turn(self._following(link), reachable=True)
-        return back
+                looks = self._turn(self._following(link), looks, turned)
+        self._turn((), looks, turned)
+        return turned
 
-    def remove(self, blocks: Iterable[int]) -> list[int]:
-        """Blocks are cached no more; returns those that became orphans thereby, one by one.
+    def remove(self, blocks: Iterable[int]) -> Turned:
+        """Blocks are cached no more; returns those that are found to have turned.
 
         Among them are blocks that were removed after the one that orphaned them.
         """
         link_of, parents, children = self._link, self._parent, self._child
-        lost: list[int] = []
+        turned = Turned([], [])
+        looks = LOOKS_PER_CALL
         for block in blocks:
             link = link_of[block]
             link_of[block] = _NONE
@@ -118,8 +137,9 @@ class Chains:
                 self._forget(link)
             else:
                 self.broken = True
-                lost += self._turn(self._following(link), reachable=False)
-        return lost
+                looks = self._turn(self._following(link), looks, turned)
+        self._turn((), looks, turned)
+        return turned
 
     def _remove_copy(self, link: int, block: int) -> None:
         """One of several blocks under a key is cached no more."""
@@ -178,18 +198,28 @@ class Chains:
         """The links that a link precedes; there is one at least."""
         return self._children.get(link) or (self._child[link],)
 
-    def _turn(self, links: Iterable[int], *, reachable: bool) -> list[int]:
-        """Mark keys and all that follow them; returns the blocks of those that changed."""
-        turned: list[int] = []
-        todo = list(links)
-        while todo:
-            link = todo.pop()
-            if self._reachable[link] == reachable:
+    def _turn(self, links: Iterable[int], looks: int, turned: Turned) -> int:
+        """Turn links, and all that follow those, where need be; returns the looks that are left.
+
+        What there are no looks left for stays in doubt.
+        """
+        blocks, parents, reachable = self._block, self._parent, self._reachable
+        doubtful = self._doubtful
+        doubtful += links
+        while doubtful and looks:
+            looks -= 1
+            link = doubtful.pop()
+            before = parents[link]
+            can_be = before == _NONE or (blocks[before] != _NONE and bool(reachable[before]))
+            if blocks[link] == _NONE or reachable[link] == can_be:
                 continue
-            self._reachable[link] = reachable
-            turned.append(self._block[link])
+            reachable[link] = can_be
+            found = turned.back if can_be else turned.lost
+            found.append(blocks[link])
             if link in self._copies:
-                turned += self._copies[link]
+                found += self._copies[link]
             if self._child[link] != _NONE:
-                todo += self._following(link)
-        return turned
+                doubtful += self._following(link)
+        if len(doubtful) > 2 * len(self._key):
+            doubtful[:] = dict.fromkeys(doubtful)
+        return looks

@@ -227,10 +227,13 @@ class Ledger:
 
     def debts(self, t: float) -> dict[str, Debt]:
         """What every group owes that has an account."""
-        return {
-            group: Debt(self.raw_debt(group, t), self.normalised_debt(group, t))
-            for group in self._of_group
-        }
+        raw = dict.fromkeys(self._of_group, 0.0)
+        seconds = raw.copy()
+        for account in self._accounts.values():
+            if (until_clear := account.clears_at - t) > 0:
+                raw[account.group] += account.refill_rate * until_clear
+                seconds[account.group] += until_clear
+        return {group: Debt(raw[group], self.lowest_rate * seconds[group]) for group in raw}
 
     def heaviest_debt_weight(self, group: str, t: float) -> float:
         """W_g(t): the largest weight among the group's contracts in debt; 1 when none is."""

@@ -21,6 +21,10 @@ from prefixshield.core.retention import RetentionClass
 #: A proven block gets as many second chances as it was hit, at most this many (S3-FIFO's counter).
 MAX_CHANCES = 3
 
+#: An allocation grants at most this many second chances; then blocks go that have some left. So
+#: what it costs does not grow with the pool where every block was hit.
+ROUNDS = 8192
+
 #: Until it is first full, a pool takes what this share leaves as unproven and the rest as proven.
 FIRST_SHARE = 0.9
 
@@ -81,6 +85,7 @@ class Order:
         self._debtors = Debtors(ledger, self._queues.offer)
         self._queue: list[Queue | None] = [None] * indices  # of every cached block, held or not
         self._chances = bytearray(indices)
+        self._rounds = 0  # second chances that this allocation may still grant
         self.clear()
 
     def __len__(self) -> int:
@@ -205,6 +210,7 @@ class Order:
         if not count:
             return []
         self._was_full = True
+        self._rounds = ROUNDS
         victims: list[Run] = []
         left = count
         if self._debtors.largest(t) is not None:
@@ -244,6 +250,7 @@ class Order:
         """
         queue, most, before = self._turn(None, count)
         while queue is not None and self._spares(queue):
+            self._rounds -= 1
             self._chances[queue.first()] -= 1
             self._queues.move_to_end(queue)
             queue, most, before = self._turn(None, count)
@@ -274,7 +281,7 @@ class Order:
         """Add a queue's first blocks, those with a lower sequence number; how many."""
         proven = queue.retention is not RetentionClass.PROBATIONARY
         chances = self._chances if proven and self.rule.proven_share else None
-        taken = self._queues.take(queue, count, before, chances)
+        taken, self._rounds = self._queues.take(queue, count, before, chances, self._rounds)
         for block in taken:
             self._queue[block] = None
         queue.cached -= len(taken)
@@ -325,7 +332,7 @@ class Order:
         """Whether a queue's first block has a chance left, and goes to the end instead."""
         if queue.retention is RetentionClass.PROBATIONARY or not self.rule.proven_share:
             return False
-        return self._chances[queue.first()] > 0
+        return self._rounds > 0 and self._chances[queue.first()] > 0
 
     def _heads(self, group: str | None) -> tuple[Queue | None, Queue | None]:
         """The queues that the next unproven and the next proven victim stand in front of.

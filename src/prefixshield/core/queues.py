@@ -146,33 +146,44 @@ class CandidateQueues:
             self._count -= 1
 
     def take(
-        self, queue: Queue, count: int, until: float, chances: bytearray | None = None
-    ) -> list[int]:
+        self,
+        queue: Queue,
+        count: int,
+        until: float,
+        chances: bytearray | None = None,
+        rounds: int = 0,
+    ) -> tuple[list[int], int]:
         """Take out up to ``count`` first blocks of a queue, those with a lower sequence number.
 
-        With ``chances``, a block that has one left goes to the end of the native order instead.
+        With ``chances``, a block that has one left goes to the end of the native order instead, at
+        most ``rounds`` times. Returns the blocks, and how many of the rounds are left.
         """
         after, before, sequences = self._after, self._before, self._sequence
         taken: list[int] = []
-        end = queue.end
-        block = after[end]
+        end, sequence = queue.end, self._next_sequence
+        block, last = after[end], before[end]
         while block != end and len(taken) < count and sequences[block] < until:
-            if chances and chances[block]:
+            following = after[block]
+            if rounds and chances and chances[block]:
+                rounds -= 1
                 chances[block] -= 1
-                after[end] = block
-                before[block] = end
-                self.move_to_end(queue)
-                block = after[end]
+                sequences[block] = sequence
+                sequence += 1
+                if block != last:
+                    after[last], before[block], after[block] = block, last, end
+                    last, block = block, following
             else:
                 taken.append(block)
-                following = after[block]
                 after[block] = before[block] = _NOWHERE
                 block = following
         after[end] = block
         before[block] = end
+        if block != end:
+            before[end] = last
+        self._next_sequence = sequence
         queue.size -= len(taken)
         self._count -= len(taken)
-        return taken
+        return taken, rounds
 
     def move_to_end(self, queue: Queue) -> None:
         """The first block of a queue, which is not empty, becomes the last in native order."""
@@ -212,7 +223,7 @@ class CandidateQueues:
         victims: list[int] = []
         for queue in self._groups[group]:
             if queue.size and len(victims) < count:
-                victims += self.take(queue, count - len(victims), math.inf)
+                victims += self.take(queue, count - len(victims), math.inf)[0]
         return victims
 
     def pop_lowest(self, count: int) -> list[int]:
@@ -220,7 +231,7 @@ class CandidateQueues:
         victims: list[int] = []
         for retention in RetentionClass:
             while len(victims) < count and (queue := self.first(retention)) is not None:
-                victims += self.take(queue, count - len(victims), self.rival(queue))
+                victims += self.take(queue, count - len(victims), self.rival(queue))[0]
         return victims
 
     def first(self, retention: RetentionClass) -> Queue | None:

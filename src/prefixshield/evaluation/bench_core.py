@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from prefixshield.config import Config, dump_config, paper_config
 from prefixshield.core.ledger import Contract
 from prefixshield.errors import PrefixShieldError, TraceError
+from prefixshield.evaluation.bench_spikes import COLUMNS, run_bench_spikes
 from prefixshield.evaluation.markdown import table
 from prefixshield.evaluation.results import provenance, replace_files
 from prefixshield.evaluation.statistics import percentile
@@ -329,6 +330,12 @@ def server(progress: Progress) -> Section:
     return Section("server", title, COLUMNS, run_bench_server(progress))
 
 
+def spikes(progress: Progress) -> Section:
+    """Milliseconds of the costliest single calls."""
+    title = "The costliest single calls, in ms"
+    return Section("spikes", title, COLUMNS, run_bench_spikes(make_policy, progress))
+
+
 def replays(progress: Progress, trace: Path, block_size: int) -> Section:
     """Block accesses per second of a serial replay, next to libCacheSim's Python binding."""
     import libcachesim
@@ -393,6 +400,7 @@ SECTIONS: dict[str, Callable[[Progress], Section]] = {
     "cycles": cycles,
     "memory": memory,
     "steps": steps,
+    "spikes": spikes,
     "server": server,
 }
 

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from prefixshield.core import ghosts, order, trial
-from prefixshield.core.chains import Chains
+from prefixshield.core.chains import Chains, Turned
 from prefixshield.core.debtors import Collection
 from prefixshield.errors import PrefixShieldError
 from prefixshield.policies import adaptive
@@ -51,7 +51,7 @@ class _NoChains(Chains):
         group: str,
         keys: Sequence[Hashable],
         parents: Sequence[Hashable | None],
-    ) -> list[int]:
+    ) -> Turned:
         return super().add(blocks, group, keys, [None] * len(blocks))
 
 

@@ -71,7 +71,8 @@ class AdaptiveShield(Policy):
             self._sampled[block] = sampled
         again = [maker is not None and maker != request_id for maker in makers]
         self.order.admit(blocks, group, again, self._proven_until())
-        self._come_back(self._chains.add(blocks, group, hashes, parents or [None] * len(blocks)))
+        parents = parents or [None] * len(blocks)
+        self._turn(*self._chains.add(blocks, group, hashes, parents))
 
     def hit(self, blocks: Sequence[int], access: Access) -> list[int]:
         """Record reuse always; promote what proven, debt-free reuse earns (policy.md section 5)."""
@@ -219,14 +220,15 @@ class AdaptiveShield(Policy):
         for block in blocks:
             self._origin[block] = None
             self.order.drop(block)
-        for orphan in self._chains.remove(blocks):
+        self._turn(*self._chains.remove(blocks))
+
+    def _turn(self, lost: Iterable[int], back: Iterable[int]) -> None:
+        """Blocks became orphans, others can be reached again."""
+        for orphan in lost:
             if self.order.is_candidate(orphan):
                 self.order.hold([orphan])
                 self._orphans[orphan] = None
-
-    def _come_back(self, blocks: Iterable[int]) -> None:
-        """Blocks can be reached again."""
-        if found := [block for block in blocks if block in self._orphans]:
+        if found := [block for block in back if block in self._orphans]:
             for block in found:
                 del self._orphans[block]
             self.order.append(found)

@@ -44,7 +44,7 @@ class PolicyDriver:
             policy: over all blocks of the pool.
             default: who pays for what no request is known to have caused.
             clock: seconds, monotonic; by default those since now, small enough to be exact.
-            label: under which name a group is counted in pairs of groups, to bound them.
+            label: under which name a group is counted, to bound how many counts there are.
 
         """
         started = time.monotonic()
@@ -103,6 +103,10 @@ class PolicyDriver:
         """
         self._current, self._make_current, self.proves_reuse = None, access, proves_reuse
 
+    def count(self, name: str, group: str, number: int) -> None:
+        """Count something of a group."""
+        self.counts[name, self._label(group)] += number
+
     def access(
         self, identity: Identity, request_id: str = "", prefix_id: str | None = None
     ) -> Access:
@@ -120,7 +124,7 @@ class PolicyDriver:
         owner, group = self.owner, access.group
         for block in blocks:
             owner[block] = group
-        self.counts["materialised", group] += len(blocks)
+        self.count("materialised", group, len(blocks))
         self.resident[group] += len(blocks)
         self._guarded(self.policy.materialise, blocks, hashes, access, parents)
 
@@ -130,9 +134,9 @@ class PolicyDriver:
             return
         promoted = self._guarded(self._promotions, blocks, current)
         if promoted:
-            self.counts["promoted", current.group] += promoted
+            self.count("promoted", current.group, promoted)
         if denied := self.policy.promotions_denied - self._denied_counted:
-            self.counts["denied", current.group] += denied
+            self.count("denied", current.group, denied)
             self._denied_counted += denied
 
     def held(self, blocks: Sequence[int]) -> None:
@@ -162,7 +166,7 @@ class PolicyDriver:
     def refunded(self, blocks: Sequence[int]) -> None:
         """Held cached blocks lost their content; whoever was charged for them gets it back."""
         for owner, lost in self._disown(blocks).items():
-            self.counts["refunded", owner] += lost
+            self.count("refunded", owner, lost)
         self._guarded(self.policy.refund, blocks)
 
     def _disown(self, blocks: Sequence[int]) -> Counter[str]:
@@ -214,8 +218,9 @@ class PolicyDriver:
             first += count
             for owner, lost in Counter(owners).items():
                 owner = owner or self.default.group
-                self.counts["evicted", self._label(owner), causer] += lost
-                self.counts["lost", owner, cause] += lost
+                label = self._label(owner)
+                self.counts["evicted", label, causer] += lost
+                self.counts["lost", label, cause] += lost
                 self.resident[owner] -= lost
         if self.shadow:
             self._guarded(self.policy.evicted, blocks)

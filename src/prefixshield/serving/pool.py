@@ -234,8 +234,8 @@ class ShieldKVCacheManager(KVCacheManager):
         if self.prefix_cache_lookup_enabled(request) and request.num_preemptions == 0:
             driver = self.block_pool.driver
             group = tag_of(driver, request).identity.group
-            driver.counts["query_tokens", group] += request.num_tokens
-            driver.counts["hit_tokens", group] += num_hits
+            driver.count("query_tokens", group, request.num_tokens)
+            driver.count("hit_tokens", group, num_hits)
 
 
 class Tag(NamedTuple):

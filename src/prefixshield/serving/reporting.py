@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from prefixshield.serving.catalogue import COUNTERS, GROUP_LABELS, GroupLabels
+from prefixshield.serving.catalogue import GroupLabels
 from prefixshield.serving.driver import PolicyDriver
 
 #: A count or a gauge: its name in the catalogue, then its label values.
@@ -85,12 +85,7 @@ class Reporter:
             before = counted.get(key, 0)
             if count != before:
                 counted[key] = count
-                name, *values = key
-                values = [
-                    self._label(value) if label in GROUP_LABELS else value
-                    for label, value in zip(COUNTERS[name].labels, values, strict=True)
-                ]
-                new[name, *values] += count - before
+                new[key] = count - before
         return new
 
     def _read_gauges(self) -> None:

@@ -143,7 +143,7 @@ class _Shielding(Scheduler):
                 identity.group,
                 refusal,
             )
-            self.driver.counts["refused", identity.group] += 1
+            self.driver.count("refused", identity.group, 1)
             # vLLM's own list of requests that the next step's outputs fail.
             self.encoder_cache_mismatch_reqs.add(request.request_id)
 
