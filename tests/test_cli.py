@@ -119,6 +119,73 @@ def test_a_mistake_is_one_message_and_leaves_nothing(files, tmp_path, change, me
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["replay", "t.gz", "--events", "t.gz"], "--events: found t.gz, which is read"),
+        (["replay", "t.gz", "--events", "sub/../link"], "--events: found sub/../link, which is"),
+        (["replay", "t.gz", "--config", "c", "--events", "c"], "--events: found c, which is read"),
+        (["compare", "link", "t.gz", "--csv", "t.gz"], "--csv: found t.gz, which is read"),
+        (["compare", "t.gz", "--config", "c", "--csv", "c"], "--csv: found c, which is read"),
+        (["calibrate", "t.gz", "--output", "link"], "--output: found link, which is read"),
+        (
+            ["calibrate", "t.gz", "--output", "new", "--picture", "sub/../new"],
+            "--picture: found sub/../new, which is written by --output",
+        ),
+        (["mix", "t.gz", "a.csv", "--output", "a.csv"], "--output: found a.csv, which is read"),
+        (["mix", "t.gz", "a.csv", "--output", "link"], "--output: found link, which is read"),
+        (
+            ["conversations", "c", "--tokenizer", "a.csv", "--rate", 1, "--output", "a.csv"],
+            "--output: found a.csv, which is read",
+        ),
+        (
+            ["bench-core", "--results", "results", "--trace", "results/bench-core/t.gz"],
+            "--results: found results/bench-core, which is read",
+        ),
+        (
+            ["harmless", "--results", "results", "--traces", "results/harmless"],
+            "--results: found results/harmless, which is read",
+        ),
+    ],
+)
+def test_what_is_read_is_not_written_over(files, tmp_path, command, message):
+    trace, config = files
+    (tmp_path / "sub").mkdir()
+    for folder in ("bench-core", "harmless"):
+        (tmp_path / "results" / folder).mkdir(parents=True)
+        (tmp_path / "results" / folder / "t.gz").write_bytes(trace.read_bytes())
+    trace.rename(tmp_path / "t.gz")
+    config.rename(tmp_path / "c")
+    (tmp_path / "link").symlink_to("t.gz")
+    (tmp_path / "a.csv").write_text("kept")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    sizes = ["--blocks", 4, "--block-size", 4]
+    needed = sizes if command[0] in ("replay", "compare", "calibrate") else []
+    done = run(*command, *needed, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(message)
+    assert line.endswith("expected another path")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "experiment table1-bounds --results",
+        "report --output",
+        "harmless --results",
+        "bench-core --results",
+        "worst-case --output",
+    ],
+)
+def test_a_file_in_place_of_a_folder_is_one_message(tmp_path, command):
+    (tmp_path / "file").touch()
+    done = run(*command.split(), "file", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'file' is a file" in done.stderr
+
+
 def test_an_unknown_contract_in_a_trace_names_file_and_line(files, tmp_path):
     _, config = files
     trace = tmp_path / "bad.jsonl"

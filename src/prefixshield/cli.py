@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -56,6 +56,8 @@ MAX_GROUPS_SHOWN = 10
 PolicyName = StrEnum("PolicyName", {name: name for name in (*POLICIES, Clairvoyant.name)})  # type: ignore[misc]
 PresetName = StrEnum("PresetName", {name: name for name in PRESETS})  # type: ignore[misc]
 
+ResultsOption = Annotated[Path, typer.Option(file_okay=False, help="Folder of results.")]
+
 
 @app.callback(invoke_without_command=True)
 def _options(
@@ -91,6 +93,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a trace serially against a simulated pool and count hits and evictions."""
+    _spare({"--events": events}, trace, config)
     settings = paper_config() if config is None else load_config(config)
     update = {"policy": policy, "preset": preset}
     settings = settings.model_copy(update={k: str(v) for k, v in update.items() if v})
@@ -156,6 +159,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay traces under several policies and pool sizes and show hit ratios side by side."""
+    _spare({"--csv": csv_file}, *traces, config)
     question = comparing.Question(
         traces=list(dict.fromkeys(traces)),
         block_size=block_size,
@@ -191,16 +195,19 @@ def compare(
 
 @app.command()
 def calibrate(
-    source: Annotated[
-        str,
+    sources: Annotated[
+        list[str],
         typer.Argument(
-            help="A trace, a server's URL (http://HOST:PORT), or where an engine publishes its KV "
-            "events (tcp://HOST:PORT)."
+            metavar="SOURCE...",
+            help="A trace, a server's URL (http://HOST:PORT), or where its engines publish their "
+            "KV events (tcp://HOST:PORT, one for each engine).",
         ),
     ],
     blocks: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_BLOCKS, help="Pool size in blocks. A URL tells its own."),
+        typer.Option(
+            min=1, max=MAX_BLOCKS, help="Pool size in blocks, of one engine. A URL tells its own."
+        ),
     ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Of a trace: tokens per block.")
@@ -240,14 +247,21 @@ def calibrate(
     for name, seconds in given.items():
         if seconds is not None and not 0 < seconds < float("inf"):
             raise PrefixShieldError(f"{name}: found {seconds}, expected more than 0 seconds")
-    for name, path in {"--output": output, "--picture": picture}.items():
-        for read in (config, Path(source)):
-            if path and read and path.resolve() == read.resolve():
-                raise PrefixShieldError(
-                    f"{name}: found {path}, which is read, expected another file: a proposal is "
-                    "put in force by moving it into place"
-                )
-    if source.startswith(("http://", "https://")):
+    source = sources[0]
+    live = source.startswith(("http://", "https://"))
+    published = all(one.startswith(("tcp://", "ipc://")) for one in sources)
+    if len(sources) > 1 and not published:
+        raise PrefixShieldError(
+            f"SOURCE: found {' '.join(sources)}, expected one, or several of KV events alone: "
+            "tcp://HOST:PORT or ipc://PATH of each engine"
+        )
+    if not (live or published or Path(source).exists()):
+        raise PrefixShieldError(
+            f"SOURCE: found {source!r}, expected the path of a trace, http://HOST:PORT or "
+            "https://HOST:PORT of a server, or tcp://HOST:PORT or ipc://PATH of KV events"
+        )
+    _spare({"--output": output, "--picture": picture}, config, Path(source))
+    if live:
         from prefixshield.top import fetch
 
         if config is None:
@@ -260,18 +274,21 @@ def calibrate(
             found = entitlements.from_metrics(
                 *readings, load_config(config), blocks, horizon, burst_horizon
             )
-    elif source.startswith(("tcp://", "ipc://")):
+    elif published:
         from prefixshield.evaluation.kv_events import listen
         from prefixshield.serving.namespace import Namespaces
 
         if config is None:
             raise PrefixShieldError("--config: missing, expected the server's configuration")
         if blocks is None:
-            raise PrefixShieldError("--blocks: missing, expected a number: KV events tell none")
+            raise PrefixShieldError(
+                "--blocks: missing, expected the blocks of one engine: KV events tell none"
+            )
         settings = load_config(config)
+        source = " ".join(sources)
         typer.echo(f"listening to {source} for {interval:g} s ...", err=True)
+        heard = listen(sources, interval, Namespaces.of(settings, config))
         with _named(source):
-            heard = listen(source, interval, Namespaces.of(settings, config))
             found = entitlements.from_events(heard, settings, blocks, horizon, burst_horizon)
     else:
         for name, number in {"--blocks": blocks, "--block-size": block_size}.items():
@@ -317,7 +334,7 @@ def experiment(
     engine: Annotated[str | None, typer.Option(help="Without it: the experiment's first.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Matched runs.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of the first run; the next has the next.")] = 0,
-    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    results: ResultsOption = Path("results"),
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes, in virtual time. By default one per CPU.")
     ] = None,
@@ -342,7 +359,7 @@ def experiment(
 def worst_case(
     evaluations: Annotated[int, typer.Option(min=1, help="Workloads to evaluate.")] = 256,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder to write into.")] = Path(
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder to write into.")] = Path(
         "results/worst-case"
     ),
     accesses: Annotated[int, typer.Option(min=100, help="Block accesses of a workload.")] = 15_000,
@@ -363,9 +380,10 @@ def worst_case(
 
 @app.command()
 def report(
-    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    results: ResultsOption = Path("results"),
     output: Annotated[
-        Path | None, typer.Option(help="Where to write. By default: report in that folder.")
+        Path | None,
+        typer.Option(file_okay=False, help="Where to write. By default: report in that folder."),
     ] = None,
 ) -> None:
     """Make the paper's tables and figures from the results alone, its values next to ours."""
@@ -385,7 +403,7 @@ def harmless(
         list[str] | None, typer.Option(help="A further benign trace: PATH:BLOCK_SIZE.")
     ] = None,
     traces: Annotated[Path, typer.Option(help="Folder of traces.")] = Path("traces"),
-    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    results: ResultsOption = Path("results"),
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes. Without it: one per CPU.")
     ] = None,
@@ -395,8 +413,9 @@ def harmless(
     from prefixshield.evaluation.harmless_report import write_report
 
     further = [measuring.parse_trace(text) for text in trace or []]
-    sources = measuring.benign_sources(traces, further)
     output = results / "harmless"
+    _spare({"--results": output}, traces, *(path for path, _ in further))
+    sources = measuring.benign_sources(traces, further)
     for name in measuring.chosen(section or []):
         with _progress_bar(f"replays of {name}") as progress:
             measuring.run(name, sources, output, jobs or os.cpu_count() or 1, progress)
@@ -413,9 +432,10 @@ def bench_core(
         "traces/mooncake_conversation_bs512.jsonl.gz"
     ),
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block of it.")] = 512,
-    results: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    results: ResultsOption = Path("results"),
 ) -> None:
     """Measure what the policies cost inside vLLM's scheduler, next to vLLM's own block pool."""
+    _spare({"--results": results / "bench-core"}, trace)
     from prefixshield.evaluation.bench_core import run_bench_core
 
     def progress(what: str) -> None:
@@ -466,6 +486,7 @@ def mix(
 
     if rate is not None and not 0 < rate < float("inf"):
         raise PrefixShieldError(f"--rate: found {rate}, expected more than 0 requests/s")
+    _spare({"--output": output}, content, arrivals)
     found = read_trace(content, block_size)
     most = len(found) if requests is None else min(requests, len(found))
     times = read_arrivals(arrivals, most, seed=seed, pool=pool, clients=clients)
@@ -492,6 +513,7 @@ def conversations(
     from prefixshield.traces import conversations as chats
     from prefixshield.traces.sharegpt import load_tokenizer, read_sharegpt
 
+    _spare({"--output": output}, sharegpt, tokenizer)
     source = read_sharegpt(
         sharegpt,
         load_tokenizer(tokenizer),
@@ -584,6 +606,24 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _spare(written: Mapping[str, Path | None], *read: Path | None) -> None:
+    """Refuse to write over what the same command reads, or writes by another option.
+
+    ``written``: paths by option; a folder stands for all that is in it. Links are followed.
+    """
+    taken = {os.path.realpath(path): "read" for path in read if path}
+    for option, path in written.items():
+        if path is None:
+            continue
+        place = os.path.realpath(path)
+        for other, how in taken.items():
+            if Path(other).is_relative_to(place):
+                raise PrefixShieldError(
+                    f"{option}: found {path}, which is {how}, expected another path"
+                )
+        taken[place] = f"written by {option}"
 
 
 @contextmanager

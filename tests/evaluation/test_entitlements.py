@@ -334,22 +334,6 @@ def test_an_answer_that_is_none_is_one_message(tmp_path, answer):
     assert line.startswith(f"{url}/metrics: cannot be read: ")
 
 
-@pytest.mark.parametrize("option", ["--output", "--picture"])
-@pytest.mark.parametrize("read", ["tenants.yaml", "link.yaml", "trace"])
-def test_what_is_read_is_not_written_over(tmp_path, monkeypatch, option, read):
-    monkeypatch.chdir(tmp_path)
-    live = config(tmp_path).read_text()
-    write_trace(tmp_path / "trace", known_traffic())
-    (tmp_path / "link.yaml").symlink_to("tenants.yaml")
-    options = ["--blocks", 9, "--block-size", 4, "--config", "tenants.yaml"]
-    done = run("calibrate", "trace", *options, option, tmp_path / read)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{option}: found {tmp_path / read}, which is read, expected another")
-    assert (tmp_path / "tenants.yaml").read_text() == live
-    assert len(read_trace(tmp_path / "trace", 4)) == len(known_traffic())
-
-
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
@@ -358,7 +342,16 @@ def test_what_is_read_is_not_written_over(tmp_path, monkeypatch, option, read):
         ("trace", ["--horizon", 0], "--horizon: found 0.0, expected more than 0 seconds"),
         ("trace", ["--burst-horizon", "inf"], "--burst-horizon: found inf, expected more than 0"),
         ("http://127.0.0.1:9", [], "--config: missing, expected the server's configuration"),
-        ("ftp://x", ["--blocks", 9, "--block-size", 4], "ftp://x: cannot be read: No such file"),
+        ("tpc://host:5557", [], "SOURCE: found 'tpc://host:5557', expected the path of a trace, h"),
+        (
+            "localhost:8000",
+            [],
+            "SOURCE: found 'localhost:8000', expected the path of a trace, http",
+        ),
+        ("http:/host", [], "SOURCE: found 'http:/host', expected the path of a trace, http://HOST"),
+        ("gone.jsonl", ["--blocks", 9], "SOURCE: found 'gone.jsonl', expected the path of a trace"),
+        ("trace", ["once"], "SOURCE: found trace once, expected one, or several of KV events"),
+        ("tcp://a:1", ["http://b:2"], "SOURCE: found tcp://a:1 http://b:2, expected one, or"),
         ("once", ["--blocks", 9, "--block-size", 4], "once: timestamp: found no time between"),
         ("trace", ["--blocks", 1, "--block-size", 4], "trace: found no request that fits into 1"),
         ("gold", ["--blocks", 9, "--block-size", 4], "gold: line 1: contract: found 'gold', expec"),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,7 @@ from prefixshield.evaluation.kv_events import (
     EventBatch,
     Heard,
     Listener,
+    heard,
     median_lifetime,
 )
 from prefixshield.serving.namespace import Identity, Namespaces
@@ -82,8 +84,9 @@ def test_who_created_what_and_how_long_it_lived(namespaces, stored):
     ]
     for number, ts, events in batches:
         listener.feed(number, EventBatch(ts, events), ts - 998.0)
-    heard = listener.heard(9.0)
-    assert heard.creations == [
+    found = heard([listener], 9.0)
+    (creations,) = found.engines
+    assert creations == [
         (2.0, "shop", "big", 3),
         (2.0, "search", "small", 1),
         (3.0, "shop", "big", 1),
@@ -92,8 +95,8 @@ def test_who_created_what_and_how_long_it_lived(namespaces, stored):
     ]
     # Shop: 1 ended after 1 s, the older 2 after 3 s; 3 and the other 2 were seen for 5 and 4 s, the
     # last 3 for 2 s: survival 4/5, then 4/5 x 2/3 after 3 s. Search: 9 seen for 5 s, 5 for 2 s.
-    assert heard.lifetimes_s == {"shop": None, "search": None}
-    assert (heard.strangers, heard.missing_batches) == (2, 2)
+    assert found.lifetimes_s == {"shop": None, "search": None}
+    assert (found.strangers, found.missing_batches) == (2, 2)
 
 
 def test_the_median_of_lifetimes_counts_those_that_did_not_end():
@@ -108,8 +111,8 @@ def test_the_proposal_and_the_debts_are_those_of_the_events(path):
     creations = [Creation(0.2 * i, "shop", "big", 1) for i in range(50)]
     creations += [Creation(10.0, "search", "small", 300)]
     creations += [Creation(10 + 0.2 * i, "shop", "big", 1) for i in range(50)]
-    heard = Heard(20.0, creations, {"shop": None, "search": 4.0}, 5, 0)
-    found = from_events(heard, load_config(path), 400, None, 2.0)
+    told = Heard(20.0, [creations], {"shop": None, "search": 4.0}, 5, 0)
+    found = from_events(told, load_config(path), 400, None, 2.0)
     # 400 blocks at 20 a second live for 20 s: 20 a second for 30 + 10 parts.
     assert (found.horizon_s, found.budget, found.buckets) == (20, 20, {"big": 1, "small": 1})
     contracts = {n: (c.refill_rate, c.burst) for n, c in found.proposed.contracts.items()}
@@ -120,18 +123,43 @@ def test_the_proposal_and_the_debts_are_those_of_the_events(path):
     assert shop["present"].debt_ratio == shop["proposed"].debt_ratio == 0
     # Search: 298 blocks owed at 10 a second, 290 at 5: to the end.
     assert search["present"].debt_ratio == search["proposed"].debt_ratio == 0.5
-    longer = from_events(heard, load_config(path), 400, 2.0, 2.0)
+    longer = from_events(told, load_config(path), 400, 2.0, 2.0)
     assert longer.budget == 200  # 50 a second, burst 100: 200 blocks owed, paid in 4 s
     assert longer.effects["search"]["proposed"].debt_ratio == pytest.approx(4 / 20)
     assert found.warnings == ["5 more blocks were created by nobody whom --config names"]
     assert found.effects[None]["measured"].hit_ratio is None
 
-    silent = Heard(20.0, [], {}, 0, 0)
+    # A second engine on which nothing happens: half of everything, per engine.
+    two = from_events(replace(told, engines=[creations, []]), load_config(path), 400, None, 2.0)
+    assert (two.horizon_s, two.budget, two.buckets) == (40, 10, {"big": 1, "small": 1})
+    assert two.effects["search"]["measured"].created_per_s == 7.5
+    assert two.effects["search"]["present"].debt_ratio == 0.25
+    # What both do counts once, and owes as one of them does.
+    same = from_events(replace(told, engines=[creations] * 2), load_config(path), 400, None, 2.0)
+    assert (same.proposed, same.effects) == (found.proposed, found.effects)
+
+    silent = Heard(20.0, [[]], {}, 0, 0)
     with pytest.raises(PrefixShieldError, match="found no block created within 20 s"):
         from_events(silent, load_config(path), 400, None, 2.0)
-    strange = Heard(20.0, [], {}, 5, 0)
+    strange = Heard(20.0, [[]], {}, 5, 0)
     with pytest.raises(PrefixShieldError, match="found 5 blocks created by nobody whom --config"):
         from_events(strange, load_config(path), 400, None, 2.0)
+
+
+def test_engines_have_their_own_numbers_clocks_and_blocks(namespaces, stored):
+    """Both cached block 1: the one lived for 1 s, the other for 3 s and on."""
+    one, two = Listener(namespaces), Listener(namespaces)
+    one.feed(5, EventBatch(1000.0, [stored("shop", 1)]), 0.0)
+    two.feed(70, EventBatch(50.0, [stored("shop", 1), stored("search", 2)]), 1.0)
+    one.feed(6, EventBatch(1001.0, [BlockRemoved([1])]), 1.0)
+    two.feed(72, EventBatch(52.0, [BlockRemoved([2])]), 3.0)
+    found = heard([one, two], 4.0)
+    assert found.engines == [
+        [(0.0, "shop", "big", 1)],
+        [(1.0, "shop", "big", 1), (1.0, "search", "small", 1)],
+    ]
+    assert found.lifetimes_s == {"shop": 1.0, "search": 2.0}
+    assert (found.strangers, found.missing_batches) == (0, 1)
 
 
 def calibrate(endpoint, path, *options):
@@ -195,6 +223,30 @@ def test_the_command_listens(tmp_path, path, namespaces, stored):
     assert load_config(output).contracts["big"].refill_rate == float(f"{found['budget']:.3g}")
 
 
+def test_the_command_listens_to_several_engines(path, stored):
+    """Shop on one and search on the other, of which nobody else would know."""
+
+    def payload_of(group):
+        def payload(number):
+            events = [stored(group, number)]
+            return msgspec.msgpack.encode(EventBatch(time.time(), events))
+
+        return payload
+
+    (one, end_one), (two, end_two) = publish(payload_of("shop")), publish(payload_of("search"))
+    try:
+        done = calibrate(one, path, two, "--interval", "1", "--json")
+    finally:
+        end_one()
+        end_two()
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rates = {name: of["measured"]["created_per_s"] for name, of in found["groups"].items()}
+    assert rates.keys() == {"shop", "search"}
+    assert found["all"]["measured"]["created_per_s"] == pytest.approx(sum(rates.values()))
+    assert found["warnings"] == []
+
+
 def test_an_endpoint_that_is_none_is_one_message(path):
     endpoint, end = publish(lambda _: b"\x00")
     try:
@@ -203,7 +255,11 @@ def test_an_endpoint_that_is_none_is_one_message(path):
         end()
     for done, message in (
         (spoken, f"{endpoint}: found no KV events of vLLM there: "),
-        (calibrate("tcp://nowhere", path), "tcp://nowhere: cannot be connected to: Invalid"),
+        (
+            calibrate("tcp://*:5557", path),
+            "tcp://*:5557: cannot be connected to: Invalid argument, expected tcp://HOST:PORT or",
+        ),
+        (calibrate(endpoint, path, endpoint), f"{endpoint}: found twice, expected one endpoint"),
         (calibrate(endpoint, path), f"{endpoint}: nobody publishes there: no connection within"),
     ):
         assert done.returncode == 1

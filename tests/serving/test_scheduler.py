@@ -324,13 +324,14 @@ def test_kv_events_tell_who_creates_what(plane, salt, write_config):
     p.scheduler.kv_event_publisher.publish = publish
     drive(p, traffic(salt, 3), 3)
     driver = Counter(counts(p, "materialised"))
-    for heard, expected in ((listener.heard(1.0), driver), (late.heard(1.0), driver - before)):
+    for fed, expected in ((listener, driver), (late, driver - before)):
+        fed.end(1.0)
         created = Counter()
-        for creation in heard.creations:
+        for creation in fed.creations:
             created[creation.group,] += creation.blocks
         assert created == expected
-        assert {(c.group, c.contract) for c in heard.creations} == {VICTIM, VICTIM_BATCH, ATTACKER}
-        assert heard.strangers == heard.missing_batches == 0
+        assert {(c.group, c.contract) for c in fed.creations} == {VICTIM, VICTIM_BATCH, ATTACKER}
+        assert fed.strangers == fed.missing_batches == 0
     assert before.total() > 0
 
 

@@ -328,8 +328,6 @@ def from_metrics(
         raise PrefixShieldError(f"found no block created within {seconds:.0f} s, expected traffic")
     if capacity_blocks is None:
         capacity_blocks = round(after.total("capacity") / engines)
-    if horizon_s is None:
-        horizon_s = capacity_blocks / sum(created.values())
     label_of = GroupLabels(config.groups)
     active = [group for group in config.groups if label_of(group) in created]
     if unknown := created.keys() - {label_of(group) for group in active}:
@@ -337,45 +335,30 @@ def from_metrics(
             f"found the group {min(unknown)}, expected the groups of --config: "
             f"{', '.join(config.groups)}"
         )
-    buckets = Counter(config.default_contract(group) for group in active)
-    least_burst = {name: terms.burst for name, terms in config.contracts.items()}
-    contracts = propose(
-        config.contracts, capacity_blocks, buckets, horizon_s, burst_horizon_s, least_burst
-    )
     members: defaultdict[str, list[str]] = defaultdict(list)
     for group in active:
         members[label_of(group)].append(config.default_contract(group))
 
-    def effect(label: str, terms: Mapping[str, ContractSection]) -> Effect:
-        entitled = sum(terms[contract].refill_rate for contract in members[label])
-        return Effect(None, None, float(created[label] > entitled))
-
     def measured(hits: float, queries: float, rate: float) -> Effect:
-        return Effect(hits / queries if queries else None, rate, None)
+        return Effect(hits / queries if queries else None, rate)
+
+    def owed(of: Config) -> dict[str, float]:
+        return {
+            label: float(created[label] > sum(of.contracts[name].refill_rate for name in names))
+            for label, names in members.items()
+        }
 
     hits, queries = growth["hit_tokens"], growth["query_tokens"]
-    effects: dict[str | None, dict[str, Effect]] = {
-        label: {
-            MEASURED: measured(hits[label], queries[label], created[label]),
-            PRESENT: effect(label, config.contracts),
-            PROPOSED: effect(label, contracts),
-        }
-        for label in members
-    }
-    effects[None] = {
-        MEASURED: measured(hits.total(), queries.total(), sum(created.values())),
-        PRESENT: Effect(None, None, None),
-        PROPOSED: Effect(None, None, None),
-    }
-    return Calibration(
+    return _of_a_server(
+        config,
+        capacity_blocks,
         horizon_s,
         burst_horizon_s,
-        capacity_blocks / horizon_s,
-        buckets,
-        config,
-        _with(config, contracts, {}),
+        Counter(config.default_contract(group) for group in active),
         {label: ", ".join(dict.fromkeys(names)) for label, names in members.items()},
-        effects,
+        {label: measured(hits[label], queries[label], created[label]) for label in members},
+        measured(hits.total(), queries.total(), sum(created.values())),
+        owed,
     )
 
 
@@ -386,18 +369,20 @@ def from_events(
     horizon_s: float | None,
     burst_horizon_s: float,
 ) -> Calibration:
-    """Contracts for what one engine created while its KV events were listened to.
+    """Contracts for what engines created while their KV events were listened to.
 
-    ``horizon_s`` None: what blocks live for in a full pool now, capacity over creation.
-    ``least_burst`` is the present burst, since a prompt may be stored in pieces. Debts are those of
-    the events' own blocks and times, each balance being full at first; events know no hits.
+    Per engine, as contracts count: rates and debts are means over the engines. ``capacity_blocks``:
+    of one engine. ``horizon_s`` None: what blocks live for in a full pool now, capacity over
+    creation. ``least_burst`` is the present burst, since a prompt may be stored in pieces. Debts
+    are those of the events' own blocks and times, each balance being full at first; events know no
+    hits.
 
     Raises:
         PrefixShieldError: nothing was created, or nothing by a group of the configuration.
 
     """
     created: Counter[tuple[str, str]] = Counter()
-    for creation in heard.creations:
+    for creation in itertools.chain(*heard.engines):
         created[creation.group, creation.contract] += creation.blocks
     if not created and heard.strangers:
         raise PrefixShieldError(
@@ -409,42 +394,24 @@ def from_events(
             f"found no block created within {heard.seconds:g} s, expected a server with "
             "--kv-events-config that publishes there, and traffic"
         )
-    if horizon_s is None:
-        horizon_s = capacity_blocks * heard.seconds / created.total()
-    buckets = Counter(contract for _, contract in created)
-    least_burst = {name: terms.burst for name, terms in config.contracts.items()}
-    contracts = propose(
-        config.contracts, capacity_blocks, buckets, horizon_s, burst_horizon_s, least_burst
-    )
+    seconds = heard.seconds * len(heard.engines)  # of all
     contract_of: dict[str, str] = {}
     for (group, contract), _ in created.most_common():
         contract_of.setdefault(group, contract)
-    proposed = config.model_copy(update={"contracts": contracts})
-    debts = {
-        way: _DebtTimes(of.contract_table())
-        for way, of in ((PRESENT, config), (PROPOSED, proposed))
-    }
-    for creation in heard.creations:
-        for times in debts.values():
-            times.charge(creation.group, creation.contract, creation.blocks, creation.time)
+
+    def owed(of: Config) -> dict[str, float]:
+        found = dict.fromkeys(contract_of, 0.0)
+        for creations in heard.engines:
+            times = _DebtTimes(of.contract_table())
+            for creation in creations:
+                times.charge(creation.group, creation.contract, creation.blocks, creation.time)
+            for group in contract_of:
+                found[group] += times.until(group, heard.seconds) / seconds
+        return found
+
     blocks = Counter[str]()
     for (group, _), number in created.items():
         blocks[group] += number
-    effects: dict[str | None, dict[str, Effect]] = {
-        group: {
-            MEASURED: Effect(
-                created_per_s=blocks[group] / heard.seconds,
-                lifetime_s=heard.lifetimes_s.get(group),
-            ),
-            **{
-                way: Effect(debt_ratio=times.until(group, heard.seconds) / heard.seconds)
-                for way, times in debts.items()
-            },
-        }
-        for group in contract_of
-    }
-    total = Effect(created_per_s=blocks.total() / heard.seconds)
-    effects[None] = {MEASURED: total, PRESENT: Effect(), PROPOSED: Effect()}
     warnings = []
     if heard.strangers:
         warnings.append(f"{heard.strangers} more blocks were created by nobody whom --config names")
@@ -452,6 +419,59 @@ def from_events(
         warnings.append(
             f"{heard.missing_batches} batches of events are missing: more was created than shown"
         )
+    return _of_a_server(
+        config,
+        capacity_blocks,
+        horizon_s,
+        burst_horizon_s,
+        Counter(contract for _, contract in created),
+        contract_of,
+        {
+            group: Effect(
+                created_per_s=blocks[group] / seconds, lifetime_s=heard.lifetimes_s.get(group)
+            )
+            for group in contract_of
+        },
+        Effect(created_per_s=blocks.total() / seconds),
+        owed,
+        warnings,
+    )
+
+
+def _of_a_server(
+    config: Config,
+    capacity_blocks: int,
+    horizon_s: float | None,
+    burst_horizon_s: float,
+    buckets: Mapping[str, int],
+    contract_of: Mapping[str, str],
+    measured: Mapping[str, Effect],
+    total: Effect,
+    owed: Callable[[Config], Mapping[str, float]],
+    warnings: Sequence[str] = (),
+) -> Calibration:
+    """What is proposed for traffic that was watched, of which there is nothing to replay.
+
+    ``measured``, ``total``: by group, and of all. ``owed``: shares of the time in debt by group, if
+    a configuration's contracts were in force.
+    """
+    if horizon_s is None:
+        assert total.created_per_s
+        horizon_s = capacity_blocks / total.created_per_s
+    least_burst = {name: terms.burst for name, terms in config.contracts.items()}
+    contracts = propose(
+        config.contracts, capacity_blocks, buckets, horizon_s, burst_horizon_s, least_burst
+    )
+    proposed = _with(config, contracts, {})
+    debts = {PRESENT: owed(config), PROPOSED: owed(proposed)}
+    effects: dict[str | None, dict[str, Effect]] = {
+        group: {
+            MEASURED: effect,
+            **{way: Effect(debt_ratio=of_way[group]) for way, of_way in debts.items()},
+        }
+        for group, effect in measured.items()
+    }
+    effects[None] = {MEASURED: total, PRESENT: Effect(), PROPOSED: Effect()}
     return Calibration(
         horizon_s,
         burst_horizon_s,
@@ -509,9 +529,9 @@ def effects_table(found: Calibration) -> Table:
         )
     elif found.effects[None][MEASURED].hit_ratio is None:
         table.caption = (
-            "One engine's KV events, which tell no hits. In debt: share of the time, had the same "
-            "been created and nothing been owed before; created: blocks/s; lifetime: seconds in "
-            "the cache, median (-: longer than it was watched)."
+            "Per engine, from KV events, which tell no hits. In debt: share of the time, had the "
+            "same been created and nothing been owed before; created: blocks/s; lifetime: seconds "
+            "in the cache, median (-: longer than it was watched)."
         )
     else:
         table.caption = (

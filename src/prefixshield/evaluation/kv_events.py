@@ -8,8 +8,9 @@ and which were removed. PrefixShield's scheduler puts the opaque name of who pay
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,11 +66,11 @@ class Creation(NamedTuple):
 
 @dataclass(frozen=True)
 class Heard:
-    """What a time of listening to one engine told."""
+    """What a time of listening to the engines of a server told."""
 
     seconds: float
-    creations: Sequence[Creation]
-    """In order of time."""
+    engines: Sequence[Sequence[Creation]]
+    """What each created, in order of time."""
     lifetimes_s: Mapping[str, float | None]
     """Median time in the cache of the blocks created meanwhile, by group, in seconds; None: it is
     longer than they were watched."""
@@ -80,24 +81,25 @@ class Heard:
 
 
 class Listener:
-    """Counts batches that are fed in order."""
+    """Counts batches of one engine that are fed in order."""
 
     def __init__(self, namespaces: Namespaces) -> None:
         self._namespaces = namespaces
-        self._creations: list[Creation] = []
-        self._strangers = self._missing = 0
+        self.creations: list[Creation] = []
+        self.strangers = self.missing_batches = 0
+        self.watched: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
+        """By group, for how long each block was seen in the cache, and whether it left it then."""
         self._next_number: int | None = None
         self._began: float | None = None  # on the server's clock
         self._time = 0.0
         # Of each hash cached now: when each of its blocks was stored, and for which group.
         self._cached: defaultdict[tuple[int | None, int | bytes], list[tuple[float, str]]]
         self._cached = defaultdict(list)
-        self._watched: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
 
     def feed(self, number: int, batch: EventBatch, heard_at: float) -> None:
         """The next batch; ``number``: vLLM's; ``heard_at``: seconds since listening began."""
         if self._next_number is not None:
-            self._missing += max(0, number - self._next_number)
+            self.missing_batches += max(0, number - self._next_number)
         self._next_number = number + 1
         if self._began is None:
             self._began = batch.ts - heard_at
@@ -113,20 +115,18 @@ class Listener:
                 for block_hash in event.block_hashes:
                     self._removed((event.group_idx, block_hash))
 
-    def heard(self, seconds: float) -> Heard:
-        """All of it, after so long; nothing can be fed any more."""
+    def end(self, seconds: float) -> None:
+        """Nothing is fed any more; ``seconds``: since listening began."""
         self._time = max(self._time, seconds)
         self._lose_sight()
-        lifetimes = {group: median_lifetime(found) for group, found in self._watched.items()}
-        return Heard(seconds, self._creations, lifetimes, self._strangers, self._missing)
 
     def _stored(self, event: BlockStored) -> None:
         blocks = len(event.block_hashes)
         if event.session_id is None or not self._namespaces.knows(event.session_id):
-            self._strangers += blocks
+            self.strangers += blocks
             return
         identity, _ = self._namespaces.read(event.session_id)
-        self._creations.append(Creation(self._time, *identity, blocks))
+        self.creations.append(Creation(self._time, *identity, blocks))
         for block_hash in event.block_hashes:
             self._cached[event.group_idx, block_hash].append((self._time, identity.group))
 
@@ -137,13 +137,13 @@ class Listener:
         since, group = copies.pop(0)
         if not copies:
             del self._cached[key]
-        self._watched[group].append((self._time - since, True))
+        self.watched[group].append((self._time - since, True))
 
     def _lose_sight(self) -> None:
         """Nothing more will be known of what is cached now."""
         for copies in self._cached.values():
             for since, group in copies:
-                self._watched[group].append((self._time - since, False))
+                self.watched[group].append((self._time - since, False))
         self._cached.clear()
 
 
@@ -163,37 +163,72 @@ def median_lifetime(watched: Iterable[tuple[float, bool]]) -> float | None:
     return None
 
 
-def listen(endpoint: str, seconds: float, namespaces: Namespaces) -> Heard:
-    """Listen to one engine for so long.
+def heard(listeners: Sequence[Listener], seconds: float) -> Heard:
+    """What all of them counted, after so long; nothing can be fed to them any more."""
+    watched: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
+    for listener in listeners:
+        listener.end(seconds)
+        for group, found in listener.watched.items():
+            watched[group] += found
+    return Heard(
+        seconds,
+        [listener.creations for listener in listeners],
+        {group: median_lifetime(found) for group, found in watched.items()},
+        sum(listener.strangers for listener in listeners),
+        sum(listener.missing_batches for listener in listeners),
+    )
 
-    Raises PrefixShieldError when the endpoint is none, or speaks of something else.
+
+def listen(endpoints: Sequence[str], seconds: float, namespaces: Namespaces) -> Heard:
+    """Listen for so long to engines that publish at one endpoint each.
+
+    Raises PrefixShieldError when an endpoint is none or given twice, or speaks of something else.
     """
+    if twice := [one for one, times in Counter(endpoints).items() if times > 1]:
+        raise PrefixShieldError(f"{twice[0]}: found twice, expected one endpoint of each engine")
     decoder = msgspec.msgpack.Decoder(EventBatch)
-    listener = Listener(namespaces)
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)  # no limit
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            raise PrefixShieldError(f"cannot be connected to: {error}") from None
-        connected = monitor.poll(int(1000 * CONNECT_TIMEOUT_S))
-        socket.disable_monitor()
-        if not connected:
-            raise PrefixShieldError(
-                f"nobody publishes there: no connection within {CONNECT_TIMEOUT_S:g} s"
-            )
+    listeners = [Listener(namespaces) for _ in endpoints]
+    with zmq.Context() as context, ExitStack() as closing:
+        poller = zmq.Poller()
+        engines: dict[zmq.Socket[bytes], tuple[str, Listener]] = {}
+        for endpoint, listener in zip(endpoints, listeners, strict=True):
+            socket = closing.enter_context(context.socket(zmq.SUB))
+            _connect(socket, endpoint)
+            poller.register(socket, zmq.POLLIN)
+            engines[socket] = endpoint, listener
+        for socket in engines:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
         began = time.monotonic()
         while (left := began + seconds - time.monotonic()) > 0:
-            if not socket.poll(int(1 + 1000 * left)):
-                continue
-            message = socket.recv_multipart()
-            try:
-                _topic, number, payload = message
-                batch = decoder.decode(payload)
-            except (ValueError, msgspec.MsgspecError) as error:
-                raise PrefixShieldError(f"found no KV events of vLLM there: {error}") from None
-            listener.feed(int.from_bytes(number, "big"), batch, time.monotonic() - began)
-    return listener.heard(seconds)
+            for socket, _ in poller.poll(int(1 + 1000 * left)):
+                endpoint, listener = engines[socket]
+                message = socket.recv_multipart()
+                try:
+                    _topic, number, payload = message
+                    batch = decoder.decode(payload)
+                except (ValueError, msgspec.MsgspecError) as error:
+                    raise PrefixShieldError(
+                        f"{endpoint}: found no KV events of vLLM there: {error}"
+                    ) from None
+                listener.feed(int.from_bytes(number, "big"), batch, time.monotonic() - began)
+    return heard(listeners, seconds)
+
+
+def _connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Return once the publisher has answered; nothing is heard before a subscription."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)  # no limit
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise PrefixShieldError(
+            f"{endpoint}: cannot be connected to: {zmq.strerror(error.errno or 0)}, "
+            "expected tcp://HOST:PORT or ipc://PATH"
+        ) from None
+    connected = monitor.poll(int(1000 * CONNECT_TIMEOUT_S))
+    socket.disable_monitor()
+    if not connected:
+        raise PrefixShieldError(
+            f"{endpoint}: nobody publishes there: no connection within {CONNECT_TIMEOUT_S:g} s"
+        )
