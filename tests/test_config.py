@@ -112,32 +112,46 @@ def test_the_secret_of_a_gateway_is_nobodys_key(load):
         (
             "refill_rate: 64",
             "refill_rate: 0",
-            "contracts.gold.refill_rate: found 0, expected a number greater than 0 (blocks per second)",
+            "contracts.gold.refill_rate: found 0, expected a number from 0.000000001 to 1000000000 (blocks per second)",
         ),
         (
             "refill_rate: 64",
             "refill_rate: fast",
-            "contracts.gold.refill_rate: found 'fast', expected a number greater than 0 (blocks per second)",
+            "contracts.gold.refill_rate: found 'fast', expected a number from 0.000000001 to 1000000000 (blocks per second)",
         ),
         (
             "refill_rate: 64",
             "refill_rate: .inf",
-            "contracts.gold.refill_rate: found inf, expected a number greater than 0 (blocks per second)",
+            "contracts.gold.refill_rate: found inf, expected a number from 0.000000001 to 1000000000 (blocks per second)",
         ),
         (
             "refill_rate: 64",
             "refill_rate: true",
-            "contracts.gold.refill_rate: found True, expected a number greater than 0 (blocks per second)",
+            "contracts.gold.refill_rate: found True, expected a number from 0.000000001 to 1000000000 (blocks per second)",
         ),
         (
             "burst: 0}",
             "burst: -1}",
-            "contracts.base.burst: found -1, expected a number of at least 0 (blocks)",
+            "contracts.base.burst: found -1, expected a number from 0 to 1000000000000 (blocks)",
+        ),
+        *(
+            (
+                "refill_rate: 64",
+                f"refill_rate: {rate}",
+                f"contracts.gold.refill_rate: found {float(rate)!r}, expected a number from "
+                "0.000000001 to 1000000000 (blocks per second)",
+            )
+            for rate in ("5.0e-324", "1.0e-10", "1.0e+10")
+        ),
+        (
+            "burst: 0}",
+            "burst: 1.0e+300}",
+            "contracts.base.burst: found 1e+300, expected a number from 0 to 1000000000000 (blocks)",
         ),
         (
             "refill_rate: 64, ",
             "",
-            "contracts.gold.refill_rate: missing, expected a number greater than 0 (blocks per second)",
+            "contracts.gold.refill_rate: missing, expected a number from 0.000000001 to 1000000000 (blocks per second)",
         ),
         (
             "burst: 0}",

@@ -39,8 +39,9 @@ class _Section(BaseModel):
 class ContractSection(_Section):
     """A creation entitlement (policy.md section 2)."""
 
-    refill_rate: float = Field(gt=0, description="blocks per second")
-    burst: float = Field(ge=0, description="blocks")
+    # Bounded, so that no debt ever gets as far as a number that is not finite.
+    refill_rate: float = Field(ge=1e-9, le=1e9, description="blocks per second")
+    burst: float = Field(ge=0, le=1e12, description="blocks")
 
 
 class Secret(_Section):
@@ -379,8 +380,8 @@ _EXPECTED: Mapping[str, str] = {
     "preset": f"one of: {', '.join(PRESETS)}",
     "contracts": "a mapping of names to {refill_rate, burst}, at least one",
     "contracts.*": "a mapping with the keys: refill_rate, burst",
-    "contracts.*.refill_rate": "a number greater than 0 (blocks per second)",
-    "contracts.*.burst": "a number of at least 0 (blocks)",
+    "contracts.*.refill_rate": "a number from 0.000000001 to 1000000000 (blocks per second)",
+    "contracts.*.burst": "a number from 0 to 1000000000000 (blocks)",
     "groups": "a mapping of names to {contract, keys}, at least one",
     "groups.*": "a mapping with the keys: contract, keys",
     "groups.*.contract": "the name of a contract",

@@ -1,6 +1,7 @@
 """The plug-in inside vLLM's real scheduler: identity, charging, preemption, chunks, failure."""
 
 import logging
+import math
 import random
 from collections import Counter
 
@@ -21,6 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from prefixshield.config import load_config
+from prefixshield.core.ledger import Debt
 from prefixshield.core.retention import RetentionClass
 from prefixshield.errors import ConfigError, IncompatibleEngineError
 from prefixshield.evaluation.kv_events import EventBatch, Listener
@@ -410,6 +412,49 @@ def test_a_policy_that_answers_nonsense_is_not_believed(plane, salt, monkeypatch
     assert driver.failed
     p.run()
     assert len(p.finished) == 7
+
+
+@pytest.mark.parametrize("causes", [7, [("debt",)], [("debt", 1)], [("debt", "all")]])
+def test_a_policy_whose_causes_make_no_sense_is_not_believed(plane, salt, monkeypatch, causes):
+    p = plane(num_blocks=66)
+    driver = p.scheduler.driver
+    sound = driver.policy.evict
+
+    def evict(count, access):
+        victims = sound(count, access)
+        driver.policy.causes = causes
+        return victims
+
+    monkeypatch.setattr(driver.policy, "evict", evict)
+    for number in range(6):
+        start = 1000 * number
+        p.add(request(f"r{number}", range(start, start + 800), salt(ATTACKER), max_tokens=2))
+        p.run()
+        assert_pool_is_sound(p.scheduler.kv_cache_manager)
+    assert driver.failed
+    assert len(p.finished) == 6
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("debts", {"attacker": Debt(math.nan, math.inf)}),
+        ("debts", 7),
+        ("resident_blocks", {"attacker": 3}),
+        ("remembered", {"attacker": "many"}),
+    ],
+)
+def test_a_policy_whose_figures_make_no_sense_costs_the_metrics_alone(
+    plane, salt, monkeypatch, caplog, method, answer
+):
+    p = plane()
+    monkeypatch.setattr(p.scheduler.driver.policy, method, lambda *arguments: answer)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.ERROR, logger="vllm.prefixshield"):
+        p.add(request("r", range(96), salt(ATTACKER)))
+        p.run()
+    assert p.finished == ["r"]
+    assert "metrics are not reported" in caplog.text
 
 
 def test_the_class_that_vllm_would_choose(tiny_model, write_config):

@@ -72,10 +72,11 @@ class Debtors:
             if found is None:
                 heappop(heap)
                 del self._entered[group]
-            elif found[0] != entry:
-                self._entered[group] = found[0]
-                heapreplace(heap, found[0])
-            else:
+                continue
+            if found[0] != entry:
+                self._entered[group] = entry = found[0]
+                heapreplace(heap, entry)
+            if heap[0] is entry:
                 return group, found[1], entry[1]
         return None
 

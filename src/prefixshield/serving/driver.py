@@ -71,6 +71,8 @@ class PolicyDriver:
         """Cached blocks by owner, held ones included."""
         self.candidate_count = 0
         """Free blocks with content, the policy's candidates; counted while it is told of them."""
+        self.causes: Sequence[tuple[str, int]] = ()
+        """Why the latest victims were chosen, as ``Policy.causes``."""
         self._orphans_counted = 0
         self._denied_counted = 0
         share = policy.share_blocks
@@ -207,7 +209,10 @@ class PolicyDriver:
         self._fail(f"chose {victims!r} when asked for {count} victims")
 
     def evicted(self, blocks: Sequence[int], causes: Sequence[tuple[str, int]] = ()) -> None:
-        """Cached blocks are handed out, whoever chose them; counts who lost, to whom and why."""
+        """Cached blocks are handed out, whoever chose them; counts who lost, to whom and why.
+
+        ``causes``: as ``Policy.causes``; nothing: they were next in native order.
+        """
         if not blocks:
             return
         self.candidate_count -= len(blocks)
@@ -296,6 +301,10 @@ class PolicyDriver:
         victims = self.policy.evict(count, access)
         if len(victims) != count or not 0 <= min(victims) <= max(victims) < len(self.owner):
             self.disbelieve(victims, count)
+            return ()
+        self.causes = tuple(self.policy.causes) or ((ORDER, count),)
+        if sum(of for _, of in self.causes) != count:
+            self._fail(f"named {self.causes!r} as the causes of {count} victims")
             return ()
         return array("q", victims)  # numbers, or else a TypeError
 

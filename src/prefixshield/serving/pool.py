@@ -71,7 +71,7 @@ class ShieldQueue(FreeKVCacheBlockQueue):
                     break
                 take(block)
                 blocks.append(block)
-            driver.evicted(victims[: len(blocks) - from_free], driver.policy.causes)
+            driver.evicted(victims[: len(blocks) - from_free], driver.causes)
         return blocks
 
     def _gather(self) -> None:

@@ -198,8 +198,11 @@ class _Shielding(Scheduler):
         self.driver.counts["reloads", "refused"] = self._live.refused
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            report = self._reporter.report(idle=not self.has_unfinished_requests())
-            stats.waiting_lora_adapters.update(report)
+            idle = not self.has_unfinished_requests()
+            try:
+                stats.waiting_lora_adapters.update(self._reporter.report(idle=idle))
+            except Exception:  # what metrics lack is no reason to stop serving
+                _log.exception("PrefixShield: this step's metrics are not reported")
         return stats
 
 
