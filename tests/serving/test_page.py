@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from html import unescape
 
 import pytest
 
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
+pytest.importorskip("websockets")
 
 import httpx
 import uvicorn
@@ -22,6 +24,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge as PrometheusGauge
 
+from demo.browser import Browser
 from prefixshield.errors import PrefixShieldError
 from prefixshield.serving.catalogue import COMMON_LABELS, COUNTERS, GAUGES
 from prefixshield.serving.identity import IdentityMiddleware
@@ -43,9 +46,10 @@ MODEL = '<img src=x onerror="document.title=1">"\\'
 
 
 class Metrics:
-    """Two engines' metrics, which move with every reading; an ASGI application."""
+    """Engines' metrics, which move with every reading; an ASGI application."""
 
-    def __init__(self):
+    def __init__(self, *engines):
+        self.engines = engines
         self.registry = CollectorRegistry()
         self.readings = 0
         self.of = {}
@@ -53,7 +57,7 @@ class Metrics:
             kind = PrometheusCounter if key in COUNTERS else PrometheusGauge
             labels = (*COMMON_LABELS, *metric.labels)
             self.of[key] = kind(metric.name, metric.definition, labels, registry=self.registry)
-        for engine in ("0", "1"):
+        for engine in self.engines:
             what = ("9.9", "shield", "default", "0.32.0")
             self.of["info"].labels(MODEL, engine, *what).set(1)
             self.of["capacity"].labels(MODEL, engine).set(100)
@@ -62,7 +66,7 @@ class Metrics:
 
     async def __call__(self, scope, receive, send):
         self.readings += 1
-        for engine in ("0", "1"):
+        for engine in self.engines:
             for group, hits, debt in (("victim", 750, 0), ("attacker", 0, 10 * self.readings)):
                 self.of["query_tokens"].labels(MODEL, engine, group).inc(1000)
                 self.of["hit_tokens"].labels(MODEL, engine, group).inc(hits)
@@ -82,13 +86,13 @@ class Metrics:
 
 @pytest.fixture(scope="module")
 def metrics():
-    return Metrics()
+    return Metrics("0", "1")
 
 
-@pytest.fixture(scope="module")
-def address(metrics, tmp_path_factory):
+@contextmanager
+def served(metrics, folder):
     """Host and port of a server with the middleware around the metrics."""
-    path = tmp_path_factory.mktemp("page") / "tenants.yaml"
+    path = folder / "tenants.yaml"
     path.write_text(CONFIG)
     application = IdentityMiddleware(metrics)
     application._live = LiveConfig(path)
@@ -102,6 +106,12 @@ def address(metrics, tmp_path_factory):
     server.should_exit = True
     thread.join()
     listener.close()
+
+
+@pytest.fixture(scope="module")
+def address(metrics, tmp_path_factory):
+    with served(metrics, tmp_path_factory.mktemp("page")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +189,42 @@ def test_the_page_shows_what_the_metrics_say(document, address):
         curves = dict(re.findall(r'<path d="(\S[^"]*)"[^>]*data-group="(\w+)"', chart))
         assert sorted(curves.values()) == ["attacker", "victim"]
         assert all("L" in curve and "NaN" not in curve for curve in curves)
+
+
+def test_the_chosen_engine_stays_while_it_is_there(chromium, tmp_path):
+    """A server may come back with fewer engines, or with more, under an open page."""
+    server = [Metrics("0", "1")]
+
+    async def metrics(scope, receive, send):
+        await server[0](scope, receive, send)
+
+    def shows(browser, engines, chosen, capacity):
+        """What can be chosen (nothing to choose from: None), what is, and the blocks shown."""
+        menu = "document.getElementById('engine')"
+        script = (
+            f"[{menu}.hidden ? null : [...{menu}.options].map(o => o.value), {menu}.value, "
+            "document.getElementById('classes').textContent.match(/of (.*) blocks/)?.[1]]"
+        )
+        deadline = time.monotonic() + 30
+        while (found := browser.evaluate(script)) != [engines, chosen, capacity]:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        return True
+
+    with (
+        served(metrics, tmp_path) as address,
+        Browser(chromium, f"http://operator:op-key@{address}{PAGE_PATH}") as browser,
+    ):
+        assert shows(browser, ["all", "0", "1"], "all", "200")
+        choose = "var menu = document.getElementById('engine'); menu.value = '1';"
+        browser.evaluate(f"{choose} menu.dispatchEvent(new Event('change'))")
+        assert shows(browser, ["all", "0", "1"], "1", "100")
+        server[0] = Metrics("0", "1", "2")
+        assert shows(browser, ["all", "0", "1", "2"], "1", "100")
+        server[0] = Metrics("0", "2", "3")
+        assert shows(browser, ["all", "0", "2", "3"], "all", "300")
+        server[0] = Metrics("0")
+        assert shows(browser, None, "all", "100")
 
 
 def test_without_the_key_the_browser_gets_nothing(document, address):

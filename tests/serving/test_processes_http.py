@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 
@@ -15,11 +18,17 @@ import pytest
 from test_operations_http import PATIENCE_S, replace, said, wait_until
 from vllm_server import BLOCK_SIZE
 
+from prefixshield.config import load_config
+from prefixshield.evaluation.entitlements import from_events
+from prefixshield.evaluation.kv_events import listen
+from prefixshield.serving.namespace import Namespaces
 from prefixshield.serving.page import page
 from prefixshield.serving.recording import recording_path
 from prefixshield.serving.routes import PAGE_PATH
 from prefixshield.traces import read_trace
 
+pytest.importorskip("msgspec")
+pytest.importorskip("zmq")
 psutil = pytest.importorskip("psutil")
 
 pytestmark = pytest.mark.engine
@@ -53,8 +62,26 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(start_server, tiny_model, path):
-    options = ["--num-gpu-blocks-override", "65"]
+def endpoints():
+    """Of each engine's KV events: vLLM counts up from the first one's port."""
+    for _ in range(50):
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ports = [first.getsockname()[1] + number for number in range(len(ENGINES))]
+            try:
+                for port in ports[1:]:
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+        return [f"tcp://127.0.0.1:{port}" for port in ports]
+    raise AssertionError("no ports that follow each other are free")
+
+
+@pytest.fixture(scope="module")
+def server(start_server, tiny_model, path, endpoints):
+    publishing = {"enable_kv_cache_events": True, "publisher": "zmq"}
+    publishing["endpoint"] = endpoints[0].replace("127.0.0.1", "*")
+    options = ["--num-gpu-blocks-override", "65", "--kv-events-config", json.dumps(publishing)]
     options += ["--api-server-count", "2", "--data-parallel-size", "2", "--shutdown-timeout", "60"]
     return start_server(tiny_model, path, options, by_command=True)
 
@@ -181,6 +208,32 @@ def test_each_engine_records_a_file_of_its_own(server, front_ends, path):
     assert sum(recorded) == 20
     assert min(recorded) > 0
     assert everywhere(front_ends, "prefixshield_recorded_requests_total", "written") == recorded
+
+
+def test_calibrate_listens_to_all_engines(front_ends, path, endpoints):
+    """A prompt of one block and a token make one block, of which each engine tells once."""
+    config = load_config(path)
+    before = everywhere(front_ends, "prefixshield_materialised_blocks_total")
+    with ThreadPoolExecutor() as pool:
+        listening = pool.submit(listen, endpoints, 5.0, Namespaces.of(config, path))
+        while not listening.done():
+            assert statuses(front_ends, "sk-shop") == [200, 200]
+    heard = listening.result()
+    created = [sum(one.blocks for one in engine) for engine in heard.engines]
+    assert min(created) > 0
+
+    def counted():  # more: until it was connected, and after it had heard enough
+        after = everywhere(front_ends, "prefixshield_materialised_blocks_total")
+        return all(map(lambda one, old, new: one <= new - old, created, before, after))
+
+    wait_until(counted)
+    assert {(one.group, one.contract) for engine in heard.engines for one in engine} == {
+        ("shop", "big")
+    }
+    assert heard.strangers == heard.missing_batches == 0
+    assert heard.lifetimes_s["shop"] is not None
+    found = from_events(heard, config, 64, None, 10.0)
+    assert found.effects[None]["measured"].created_per_s == sum(created) / 2 / 5
 
 
 def test_a_server_that_may_finish_records_everything_and_leaves_no_process(
