@@ -59,8 +59,9 @@ class AdaptiveShield(Policy):
         group, request_id = access.group, access.request_id
         account = self.ledger.account(group, access.contract)
         self.ledger.charge(account, len(blocks), t)
-        self.order.charged(group, t)
-        self.trial.charged(group, t)
+        if account.clears_at > t:
+            self.order.charged(group, t)
+            self.trial.charged(group, t)
         origin = Origin(account, request_id, access.prefix_id)
         makers = self.ghosts.recall(group, hashes)
         samples = self.trial.sampled(hashes)

@@ -50,7 +50,8 @@ class Shield(Policy):
         t = self.ledger.now(access.time)
         account = self.ledger.account(access.group, access.contract)
         self.ledger.charge(account, len(blocks), t)
-        self._debtors.enter(access.group, t)
+        if account.clears_at > t:
+            self._debtors.enter(access.group, t)
         if access.prefix_id is None:
             prefixes: Iterable[Hashable] = hashes
         else:

@@ -219,6 +219,8 @@ class PolicyDriver:
         causer = self._label(self._allocating_group())
         first = 0
         for cause, count in causes or ((ORDER, len(blocks)),):
+            if not count:
+                continue
             owners = map(self.owner.__getitem__, blocks[first : first + count])
             first += count
             for owner, lost in Counter(owners).items():
