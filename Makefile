@@ -29,7 +29,7 @@ POLICIES = all
 bench: setup ## compare policies on a trace (TRACE=path BLOCK_SIZE=16 BLOCKS=5%,10%,25% POLICIES=all)
 	@$(VENV)/prefixshield compare "$(TRACE)" --block-size "$(BLOCK_SIZE)" --blocks "$(BLOCKS)" --policies "$(POLICIES)"
 
-reproduce: setup ## the paper's tables and figures in virtual time, into results/ (under 30 minutes)
+reproduce: setup ## the paper's tables and figures in virtual time, into results/ (about 7 minutes)
 	@$(VENV)/prefixshield experiment all
 	@$(VENV)/prefixshield report
 

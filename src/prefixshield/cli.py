@@ -697,7 +697,7 @@ def _print(console: Console, settings: Config, result: ReplayResult) -> None:
     table.add_section()
     row("all", result.total, by_owner.total(), by_causer.total())
     table.caption = "hits, misses and evictions in blocks"
-    console.print(table)
+    _print_whole(console, table)
 
 
 @contextmanager
