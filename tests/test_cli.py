@@ -84,7 +84,15 @@ def test_replay_prints_one_json_object_and_writes_the_event_log(files, tmp_path)
 def test_replay_prints_tables(files):
     done = replay(files, "--policy", "lru")
     assert done.returncode == 0, done.stderr
-    for word in ("lru", "requests", "hits", "misses", "evicted as owner", "evicted as causer", "all"):
+    for word in (
+        "lru",
+        "requests",
+        "hits",
+        "misses",
+        "evicted as owner",
+        "evicted as causer",
+        "all",
+    ):
         assert word in done.stdout
 
 

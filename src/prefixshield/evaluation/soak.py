@@ -248,7 +248,9 @@ def main(
     groups: Annotated[int, typer.Option(min=1, help="Groups that send requests.")] = 64,
     check_every: Annotated[int, typer.Option(min=1, help="Steps between two checks.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Of the traffic.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder to write into.")] = Path("results/soak"),
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder to write into.")] = Path(
+        "results/soak"
+    ),
 ) -> None:
     """Run every policy for so many steps and write what was seen; fails at the first fault."""
     init_none_hash(sha256)
