@@ -4,8 +4,11 @@ import gzip
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+TRACES = Path(__file__).parent.parent / "traces"
 
 CONFIG = """
 contracts: {std: {refill_rate: 1, burst: 2}}
@@ -187,11 +190,17 @@ def test_what_is_read_is_not_written_over(files, tmp_path, command, message):
         "worst-case --output",
     ],
 )
-def test_a_file_in_place_of_a_folder_is_one_message(tmp_path, command):
+def test_a_folder_that_cannot_be_is_one_message_before_anything_runs(tmp_path, command):
     (tmp_path / "file").touch()
     done = run(*command.split(), "file", cwd=tmp_path)
     assert done.returncode == 2
     assert "'file' is a file" in done.stderr
+    (tmp_path / "traces").symlink_to(TRACES)
+    if not command.startswith("report"):  # of which there is nothing to report before
+        done = run(*command.split(), "file/below", cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.endswith("cannot be written: Not a directory\n")
+        assert done.stderr.count("\n") == 1
 
 
 def test_an_unknown_contract_in_a_trace_names_file_and_line(files, tmp_path):

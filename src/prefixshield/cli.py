@@ -348,7 +348,9 @@ def experiment(
             table.add_row(key, engines, cells, title)
         _print_whole(Console(markup=False, highlight=False), table)
         return
-    for key, on in runner.chosen(name, engine):
+    chosen = runner.chosen(name, engine)
+    _make(results)
+    for key, on in chosen:
         with _progress_bar(f"runs of {key}, {on}") as progress:
             seeds = range(seed, seed + runs)
             folder = runner.run(key, on, seeds, results, jobs or os.cpu_count() or 1, progress)
@@ -370,6 +372,7 @@ def worst_case(
     """Search for benign traffic on which the default preset loses most hit ratio to LRU."""
     from prefixshield.evaluation import worst_case as searching
 
+    _make(output)
     with _progress_bar("evaluations") as progress:
         found = searching.search(evaluations, seed, accesses, jobs or os.cpu_count() or 1, progress)
     with _written(output):
@@ -416,7 +419,9 @@ def harmless(
     output = results / "harmless"
     _spare({"--results": output}, traces, *(path for path, _ in further))
     sources = measuring.benign_sources(traces, further)
-    for name in measuring.chosen(section or []):
+    names = measuring.chosen(section or [])
+    _make(output)
+    for name in names:
         with _progress_bar(f"replays of {name}") as progress:
             measuring.run(name, sources, output, jobs or os.cpu_count() or 1, progress)
     for path in write_report(output):
@@ -435,7 +440,9 @@ def bench_core(
     results: ResultsOption = Path("results"),
 ) -> None:
     """Measure what the policies cost inside vLLM's scheduler, next to vLLM's own block pool."""
-    _spare({"--results": results / "bench-core"}, trace)
+    output = results / "bench-core"
+    _spare({"--results": output}, trace)
+    _make(output)
     from prefixshield.evaluation.bench_core import run_bench_core
 
     def progress(what: str) -> None:
@@ -624,6 +631,12 @@ def _spare(written: Mapping[str, Path | None], *read: Path | None) -> None:
                     f"{option}: found {path}, which is {how}, expected another path"
                 )
         taken[place] = f"written by {option}"
+
+
+def _make(folder: Path) -> None:
+    """Make a folder for results that take long."""
+    with _written(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
