@@ -431,7 +431,8 @@ def harmless(
 @app.command("bench-core")
 def bench_core(
     section: Annotated[
-        list[str] | None, typer.Option(help="Only this: cycles, memory, steps, server or replays.")
+        list[str] | None,
+        typer.Option(help="Only this: cycles, memory, steps, spikes, server or replays."),
     ] = None,
     trace: Annotated[Path, typer.Option(help="What is replayed.")] = Path(
         "traces/mooncake_conversation_bs512.jsonl.gz"

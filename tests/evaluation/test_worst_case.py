@@ -178,6 +178,7 @@ def test_the_command_writes_what_it_found(tmp_path):
     best = json.loads((tmp_path / "w/best.json").read_text())
     rows = list(csv.DictReader((tmp_path / "w/history.csv").open()))
     assert len(rows) == best["evaluations"] == 5
+    assert best["commit"]
     text = (tmp_path / "w/summary.md").read_text()
     assert "`prefixshield worst-case --evaluations 5 --seed 0 --accesses 300`" in text
     most = max(float(row["loss_to_better"]) for row in rows)

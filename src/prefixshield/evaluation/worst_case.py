@@ -28,6 +28,7 @@ from prefixshield.core.order import Rule
 from prefixshield.core.trial import RULES
 from prefixshield.errors import PrefixShieldError
 from prefixshield.evaluation.markdown import table
+from prefixshield.evaluation.results import provenance
 from prefixshield.evaluation.workers import end_with_the_command
 from prefixshield.policies import PolicySetup
 from prefixshield.policies.adaptive import AdaptiveShield
@@ -476,6 +477,8 @@ class Found:
     """Of each island, and after them the one that loses most to the better of both baselines."""
     examined: list[dict[str, Any]]
     """What ``examine`` says of each of them."""
+    made_on: dict[str, Any]
+    """The code and the machine that searched."""
 
 
 def search(
@@ -495,6 +498,7 @@ def search(
         raise PrefixShieldError(
             f"--evaluations: found {evaluations}, expected at least {ISLANDS}, one per island"
         )
+    made_on = provenance()
     rngs = [random.Random(f"worst case search {seed} {island}") for island in range(ISLANDS)]
     history: list[Evaluation] = []
     parents: list[list[Evaluation]] = [[] for _ in range(ISLANDS)]
@@ -529,7 +533,7 @@ def search(
             examined = list(pool.map(look, [one.genome for one in best]))
         except BrokenProcessPool:
             raise PrefixShieldError("a process that replayed was killed") from None
-    return Found(seed, accesses, history, best, examined)
+    return Found(seed, accesses, history, best, examined, made_on)
 
 
 def _next_generation(parents: Sequence[Evaluation], rng: random.Random) -> list[Genome]:
@@ -559,6 +563,7 @@ def write(found: Found, folder: Path) -> list[Path]:
         "seed": found.seed,
         "evaluations": len(found.history),
         "accesses": found.accesses,
+        **found.made_on,
     }
     paths[0].write_text(
         json.dumps(head | {"islands": islands, "to_better": to_better}, indent=1) + "\n", "utf-8"
@@ -594,7 +599,7 @@ def summary(found: Found) -> str:
     text = [
         "# The worst case found by search",
         "",
-        f"`{command}`: benign workloads of {found.accesses:,} block accesses in serial replay, "
+        f"`{command}`, commit {found.made_on['commit']}: benign workloads of {found.accesses:,} block accesses in serial replay, "
         f"evolved on {ISLANDS} islands towards the default preset's largest loss to LRU. Losses "
         "are in percentage points of the overall hit ratio, a negative one is a gain.",
         "",
