@@ -600,8 +600,9 @@ def summary(found: Found) -> str:
         "# The worst case found by search",
         "",
         f"`{command}`, commit {found.made_on['commit']}: benign workloads of "
-        f"{found.accesses:,} block accesses in serial replay, evolved on {ISLANDS} islands towards the default preset's largest loss to LRU. Losses "
-        "are in percentage points of the overall hit ratio, a negative one is a gain.",
+        f"{found.accesses:,} block accesses in serial replay, evolved on {ISLANDS} islands towards "
+        "the default preset's largest loss to LRU. Losses are in percentage points of the overall "
+        "hit ratio, a negative one is a gain.",
         "",
         _losses(found),
         "",
