@@ -27,11 +27,11 @@ def alive(pid):
 
 
 def held(ignored=()):
-    """As a script starts it with ``&``: with signals ignored."""
+    """As a script starts it with ``&``: with these signals ignored, whatever the tests ignore."""
 
     def ignore():
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER],
