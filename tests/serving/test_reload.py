@@ -96,7 +96,7 @@ def test_a_new_version_takes_effect_and_the_log_says_what_changed(path, log):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BROKEN, "contracts.small.refill_rate: found 0, expected a number greater than 0"),
+        (BROKEN, "contracts.small.refill_rate: found 0, expected a number from 0.000000001 to"),
         (NOT_YAML, "not valid YAML: line "),
         (OTHER_POLICY, "policy: has changed, expected as at the start: restart the server"),
         (START + "preset: paper\n", "preset: has changed"),
