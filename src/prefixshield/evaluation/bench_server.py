@@ -1,7 +1,8 @@
 """What PrefixShield costs a real server: requests per second, processor time, time to first token.
 
 Servers of one tiny model run side by side, and take turns: in every round each gets the same
-requests while the others idle. A round's ratios are to vLLM without PrefixShield in that round.
+requests while the others are stopped: an idle vLLM does use the processor. A round's ratios are
+to vLLM without PrefixShield in that round.
 Processor time is that of all of a server's processes: other work on the machine does not count.
 """
 
@@ -30,6 +31,9 @@ from prefixshield.serving.child_server import (
 from prefixshield.serving.tiny_model import SPECIAL_TOKENS, WORDS, write_tiny_model
 
 NATIVE = "native"
+
+#: vLLM's own once more: what two servers that are alike differ by is what cannot be told apart.
+AGAIN = "native, again"
 
 #: Servers besides vLLM's own: policy, preset, number of groups.
 SERVERS = {
@@ -71,13 +75,14 @@ def run_bench_server(progress: Callable[[str], None]) -> list[tuple[Any, ...]]:
         model = write_tiny_model(folder / "model")
         servers: dict[str, ChildServer] = {}
         keys: dict[str, list[str]] = {}
-        for name in (NATIVE, *SERVERS):
+        for name in (NATIVE, AGAIN, *SERVERS):
             progress(f"starting {name}")
             command, keys[name] = _command(name, model, folder)
             log = folder / f"{name.replace(',', '').replace(' ', '-')}.log"
             server = ChildServer(command, log=log)
             servers[name] = stack.enter_context(server)
             server.wait_until_healthy()
+            server.pause()
         return asyncio.run(_measure(servers, keys, progress))
 
 
@@ -91,7 +96,7 @@ def _command(name: str, model: Path, folder: Path) -> tuple[list[str], list[str]
         max_num_batched_tokens=2048,
     )
     options += ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
-    if name == NATIVE:
+    if name not in SERVERS:
         serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         return [*serve, *options, "--api-key", "sk-0"], ["sk-0"]
     policy, preset, groups = SERVERS[name]
@@ -125,12 +130,15 @@ async def _measure(
         names = [*servers]
         for name in names[number % len(names) :] + names[: number % len(names)]:
             calls = _calls(number, keys[name])
+            servers[name].go_on()
+            await _send(servers[name], calls[-1:])
             before = servers[name].processor_seconds()
             started = time.perf_counter()
             found = await _send(servers[name], calls)
             seconds = time.perf_counter() - started
+            used = servers[name].processor_seconds() - before
+            servers[name].pause()
             if number >= 0:
-                used = servers[name].processor_seconds() - before
                 spent[name].append(1000 * used / len(calls))
                 rates[name].append(len(calls) / seconds)
                 ttfts[name].append([ttft for ttft, _ in found])

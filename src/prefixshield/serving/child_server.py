@@ -171,6 +171,16 @@ class ChildServer:
         used = [one.cpu_times() for one in (process, *process.children(recursive=True))]
         return float(sum(times.user + times.system for times in used))
 
+    def pause(self) -> None:
+        """Stop the server's processes where they are, until ``go_on``: idle ones use processors."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let the server's processes run on."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def log_text(self) -> str:
         """What the server has written so far."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log else ""
@@ -180,6 +190,8 @@ class ChildServer:
         if self._process is None:
             return
         with interrupts_deferred():
+            with suppress(ProcessLookupError):
+                self.go_on()
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_TIMEOUT_S)
