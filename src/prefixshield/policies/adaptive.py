@@ -150,7 +150,8 @@ class AdaptiveShield(Policy):
             self.orphans_evicted += block in self._orphans
             if self.order.retention(block) is RetentionClass.PROBATIONARY:
                 self._become_ghosts([block])
-            self.forget(block)
+        self.hold(blocks)
+        self._lose(blocks)
 
     def reconfigure(
         self, contracts: Mapping[str, Contract], groups: Sequence[str], time: float
